@@ -1,0 +1,62 @@
+from baton.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "destination", "cache_salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    destination: _common_pb2.Reservation
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("started", "first_tokens", "done")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    started: PrefillStarted
+    first_tokens: FirstTokens
+    done: PrefillDone
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("num_cached_tokens", "queue_s")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    queue_s: float
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished")
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SENT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    num_computed_tokens: int
+    compute_s: float
+    transfer_s: float
+    bytes_sent: int
+    blocks_sent: int
+    finished: bool
+    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
