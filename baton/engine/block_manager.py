@@ -1,0 +1,184 @@
+"""Who owns which KV block. Plain bookkeeping: no torch, no clock, not thread-safe.
+
+Every block has exactly one state:
+
+| state       | who may read it         | who may write it       | leaves the state by               |
+|-------------|-------------------------|------------------------|-----------------------------------|
+| free        | nobody                  | nobody                 | `allocate`                        |
+| held, ref 1 | its holder              | its holder (not full)  | `release`, `acquire`              |
+| held, ref>1 | its holders             | nobody (copy on write) | `release` by each holder          |
+| cached      | nobody until `acquire`d | nobody                 | `acquire`, or `allocate` evicts it|
+
+A holder is a sequence or a hand-off in flight. `publish` gives a full, computed block its
+hash; full blocks are never written again, so sharing them needs no copy. A promise is a
+number of blocks kept back for hand-offs that will come; it names no block.
+Invariant: free + cached + held = total, and promised ≤ free + cached.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from baton.engine.sequence import Sequence as TokenSequence
+
+
+class NoFreeBlocks(Exception):
+    """The pool cannot give the blocks asked for."""
+
+
+class BlockManager:
+    """Reference counts, the prefix cache with its eviction order, and promises."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self.num_promised = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._refs = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that may be taken without breaking a promise."""
+        return self.num_free - self.num_promised
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # --- promises ---------------------------------------------------------------------------
+
+    def promise(self, count: int) -> None:
+        if count > self.num_available:
+            raise NoFreeBlocks(f"{count} blocks asked for, {self.num_available} available")
+        self.num_promised += count
+
+    def withdraw_promise(self, count: int) -> None:
+        if count > self.num_promised:
+            raise ValueError(f"{count} blocks given back, {self.num_promised} promised")
+        self.num_promised -= count
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks with one reference each, evicting the longest unused ones."""
+        if count > self.num_available:
+            raise NoFreeBlocks(f"{count} blocks asked for, {self.num_available} available")
+        return [self._take() for _ in range(count)]
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Adds one reference to each held or cached block."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops one reference to each. The end of a prefix is evicted before its beginning."""
+        for block in reversed(blocks):
+            if self._refs[block] < 1:
+                raise ValueError(f"block {block} released but held by nobody")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._put_back(block)
+
+    def is_shared(self, block: int) -> bool:
+        return self._refs[block] > 1
+
+    # --- prefix cache -----------------------------------------------------------------------
+
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix; takes no reference."""
+        blocks: list[int] = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Makes a full, computed block findable. The first block with a hash keeps it."""
+        if self.enable_prefix_cache and digest not in self._block_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def flush(self) -> None:
+        """Forgets every cached block; held blocks stay but are no longer found."""
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    # --- sequences --------------------------------------------------------------------------
+
+    def publish_computed(self, seq: TokenSequence) -> None:
+        """Publishes the blocks that computation has filled since the last call."""
+        hashes = seq.full_block_hashes(self.block_size, seq.num_computed_tokens)
+        for position in range(seq.num_published_blocks, len(hashes)):
+            self.publish(seq.block_table[position], hashes[position])
+        seq.num_published_blocks = max(seq.num_published_blocks, len(hashes))
+
+    def reusable_prefix(self, seq: TokenSequence) -> list[int]:
+        """Cached blocks `seq` may start from. Its last token is always left to compute: the
+        logits of that position are needed."""
+        if not self.enable_prefix_cache:
+            return []
+        hashes = seq.full_block_hashes(self.block_size, len(seq.token_ids) - 1)
+        return self.match_prefix(hashes)
+
+    def release_sequence(self, seq: TokenSequence) -> None:
+        self.release(seq.block_table)
+        seq.block_table = []
+
+    def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Raises RuntimeError when the books do not add up. With `holders` (the tables of all
+        sequences and hand-offs) it also compares each reference count."""
+        held = [b for b in range(self.num_blocks) if self._refs[b] > 0]
+        states = sorted([*self._free, *self._cached, *held])
+        if states != list(range(self.num_blocks)):
+            raise RuntimeError(f"blocks lost or owned twice: {_odd(states, self.num_blocks)}")
+        if not 0 <= self.num_promised <= self.num_free:
+            raise RuntimeError(f"{self.num_promised} promised, {self.num_free} free")
+        if any(block not in self._hash_of for block in self._cached):
+            raise RuntimeError("a cached block has no hash")
+        if {d: b for b, d in self._hash_of.items()} != self._block_of:
+            raise RuntimeError("hash index and blocks disagree")
+        if holders is not None:
+            counts = Counter(block for table in holders for block in table)
+            wrong = {b: (self._refs[b], counts[b]) for b in range(self.num_blocks)
+                     if self._refs[b] != counts[b]}  # fmt: skip
+            if wrong:
+                raise RuntimeError(f"reference counts (kept, true) differ: {wrong}")
+
+    # --- internal ---------------------------------------------------------------------------
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._hash_of.pop(block)]
+        self._refs[block] = 1
+        return block
+
+    def _put_back(self, block: int) -> None:
+        if block in self._hash_of:
+            self._cached[block] = None
+        else:
+            self._free.append(block)
+
+
+def _odd(states: list[int], total: int) -> dict[int, int]:
+    counts = Counter(states)
+    return {block: counts[block] for block in range(total) if counts[block] != 1}

@@ -1,0 +1,38 @@
+"""Limits and switches of one engine. Built once at start, checked here, passed by constructor."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes are in tokens unless a name says blocks or sequences."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_model_len: int = 8192
+    """Longest prompt plus output; `capacity` lowers it to what the pool can hold."""
+    chunk_size: int = 512
+    """Token budget of one step: the longest prefill chunk, shared with the decodes."""
+    max_queue: int = 256
+    """Sequences that may wait for their first step."""
+    enable_prefix_cache: bool = True
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks", "block_size", "max_num_seqs", "max_model_len", "chunk_size", "max_queue"
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.chunk_size < self.max_num_seqs:
+            raise ValueError(
+                f"chunk_size ({self.chunk_size}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence takes one token of a step"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Longest prompt plus output that can ever be held."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)

@@ -1,0 +1,140 @@
+"""One choice of one request inside the engine, and the batches made of them.
+
+A sequence is its tokens, its block table and how far its KV has been computed. All else
+(penalties, seeds, finish) follows from the tokens, so a sequence can be rebuilt anywhere.
+Before its first token a request with n > 1 is a single sequence that draws n tokens.
+"""
+
+import itertools
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.block_hash import block_hash, root_hash
+from baton.engine.sampling_params import SamplingParams
+
+_ids = itertools.count()
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    """In a scheduler's queue; holds no blocks."""
+    RUNNING = "running"
+    """Scheduled every step; holds the blocks of its table."""
+    HELD = "held"
+    """Prompt computed, blocks kept for a hand-off; leaves by `release`."""
+    ENDED = "ended"
+    """Finished or aborted. Its blocks are free, or will be when the running step ends."""
+
+
+class Sequence:
+    """`group` is the id of the request; choices of one request share it."""
+
+    def __init__(
+        self,
+        prompt_token_ids: ListOf[int],
+        sampling: SamplingParams,
+        *,
+        group: int | None = None,
+        fingerprint: str = "",
+        cache_salt: str = "",
+    ) -> None:
+        self.seq_id = next(_ids)
+        self.group = self.seq_id if group is None else group
+        self.arrival = self.seq_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.sampling = sampling
+        self.choices: tuple[int, ...] = tuple(range(sampling.n))
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_published_blocks = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.recompute_below = 0
+        """KV of tokens below this was computed before: computing it again is a recompute."""
+        self._hashes: list[bytes] = []
+        self._root = root_hash(fingerprint, cache_salt=cache_salt)
+
+    @property
+    def choice(self) -> int:
+        return self.choices[0]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def full_block_hashes(self, block_size: int, num_tokens: int | None = None) -> list[bytes]:
+        """Hashes of the full blocks of the first `num_tokens` (default all) tokens; kept."""
+        count = (len(self.token_ids) if num_tokens is None else num_tokens) // block_size
+        while len(self._hashes) < count:
+            start = len(self._hashes) * block_size
+            parent = self._hashes[-1] if self._hashes else self._root
+            self._hashes.append(block_hash(parent, self.token_ids[start : start + block_size]))
+        return self._hashes[:count]
+
+    def fork(self, choice: int) -> "Sequence":
+        """A copy for one choice with the same table; the caller takes the references."""
+        child = Sequence.__new__(Sequence)
+        child.__dict__.update(self.__dict__)
+        child.seq_id = next(_ids)
+        child.token_ids = list(self.token_ids)
+        child.block_table = list(self.block_table)
+        child._hashes = list(self._hashes)
+        child.choices = (choice,)
+        return child
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """Feeds tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) of `seq`."""
+
+    seq: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.seq.num_computed_tokens + self.num_new_tokens == len(self.seq.token_ids)
+
+
+@dataclass
+class ScheduledBatch:
+    """One step. Decodes (one new token) come first; `block_copies` are (source, target) blocks
+    to copy before the forward pass."""
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A drawn token. `logprob` and `top` (id, log probability; most likely first) are of the
+    model's raw distribution, natural log; None when not asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step did for one choice. `token` is None for a prefill chunk that did not reach
+    the end of its prompt."""
+
+    seq: Sequence
+    token: SampledToken | None = None
+    index: int = 0
+    """Position of the token in the choice's output."""
+    finish_reason: FinishReason | None = None
