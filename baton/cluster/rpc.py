@@ -1,0 +1,124 @@
+"""gRPC as every process uses it: channel options, a pool of channels, a server with health.
+
+Owns connections, keepalive and the mapping of a failed call to our errors. Knows no message of
+our own. A dead peer is noticed within ~15 s even when no packet comes back.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.cluster.errors import (
+    BatonError,
+    Overloaded,
+    RequestRejected,
+    SettingsError,
+    WorkerUnavailable,
+)
+
+MAX_MESSAGE_BYTES = 1 << 30
+_MESSAGE_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *_MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted worker is reached again at once, not after gRPC's 2-minute backoff.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two workers on one port would silently share it.
+    ("grpc.so_reuseport", 0),
+]
+
+AddServicer = Callable[[grpc.aio.Server], None]
+
+
+class ChannelPool:
+    """One channel per address, opened on first use. The pool owns and closes them."""
+
+    def __init__(self, options: Iterable[tuple[str, int]] = tuple(CHANNEL_OPTIONS)) -> None:
+        self._options = list(options)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=self._options)
+            self._channels[address] = channel
+        return channel
+
+    async def drop(self, address: str) -> None:
+        """Closes the channel of a worker that is gone; calls still on it end."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        for address in list(self._channels):
+            await self.drop(address)
+
+
+async def make_server(
+    servicers: Iterable[AddServicer], address: str, service_names: Sequence[str]
+) -> tuple[grpc.aio.Server, int]:
+    """An unstarted server on `address` ("host:0" picks a port) and its port.
+
+    Each of `servicers` adds itself, e.g. `partial(add_PrefillServicer_to_server, servicer)`.
+    Health answers SERVING for "" and every name in `service_names`; reflection lists them.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    for add_to in servicers:
+        add_to(server)
+    await _add_health(server, service_names)
+    names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise SettingsError(
+            f"Cannot listen on {address}: the port is taken or the host is not of this machine; "
+            "choose another --port or --host."
+        )
+    return server, port
+
+
+async def _add_health(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    for name in ("", *service_names):
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+
+_OVERLOADED = {grpc.StatusCode.RESOURCE_EXHAUSTED}
+_REJECTED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> BatonError:
+    """The error a caller reacts to; raise it `from` the original."""
+    code, details = error.code(), error.details() or "no details"
+    if code in _OVERLOADED:
+        return Overloaded(f"{peer} has no room: {details}", retry_after_s=1.0)
+    if code in _REJECTED:
+        return RequestRejected(details)
+    return WorkerUnavailable(f"{peer} failed ({code.name}): {details}")

@@ -1,0 +1,165 @@
+"""The settings of each process: one frozen, validated object, built in its `__main__`.
+
+Fields are flags (`--max-queue 64`), environment variables (`BATON_MAX_QUEUE=64`) and TOML keys
+(`max_queue = 64`), in this order of precedence. A wrong value raises SettingsError, a sentence
+that names the field. Knows nothing of what the numbers are for.
+"""
+
+import secrets
+import socket
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
+
+from baton.cluster.settings_source import Settings, choices, fail, load_or_exit, option
+from baton.cluster.values import parse_cores, parse_size
+
+__all__ = [
+    "DType",
+    "DecodeSettings",
+    "PrefillSettings",
+    "RouterSettings",
+    "Settings",
+    "WorkerSettings",
+    "fail",
+    "load_or_exit",
+]
+
+MAX_BLOCK_SIZE = 256
+DType = Literal["bfloat16", "float32"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+WhenNoPrefill = Literal["refuse", "decode"]
+
+
+def _redis_url(value: str) -> str:
+    if not value.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("not a Redis URL")
+    return value
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("not a power of two")
+    return value
+
+
+def _cores(value: object) -> tuple[int, ...] | None:
+    return parse_cores(value)  # type: ignore[arg-type]
+
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Cores = Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_cores)]
+BlockSize = Annotated[int, Field(ge=1, le=MAX_BLOCK_SIZE), AfterValidator(_power_of_two)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S+$")]
+
+_COUNT = "a whole number of at least 1"
+_SECONDS = "a positive number of seconds, at most 86400"
+_PORT = "a port from 0 (any free one) to 65535"
+_REDIS = "a URL such as redis://127.0.0.1:6379/0"
+_NAME = "a name without spaces"
+_SWITCH = "true or false"
+
+
+class CommonSettings(Settings):
+    """What every process has."""
+
+    host: Name = option("127.0.0.1", "address to listen on", "a host name or address")
+    redis_url: RedisUrl = option("redis://127.0.0.1:6379/0", "Redis of the cluster", _REDIS)
+    model: str = option(
+        "smollm2",
+        "name in the model store, path or hub id",
+        "a model's name, path or hub id",
+        min_length=1,
+    )
+    log_level: LogLevel = option("info", "least level to log", choices(LogLevel))
+    log_json: bool = option(False, "log JSON lines", _SWITCH)
+
+
+class RouterSettings(CommonSettings):
+    """The router: HTTP in front, workers behind."""
+
+    table: ClassVar[str] = "router"
+    port: Port = option(8000, "HTTP port", _PORT)
+    max_queue: Count = option(256, "requests that may wait for admission", _COUNT)
+    max_running: Count = option(1024, "requests in flight at once", _COUNT)
+    queue_timeout_s: Seconds = option(30.0, "longest wait for admission", _SECONDS)
+    request_timeout_s: Seconds = option(600.0, "longest life of a request", _SECONDS)
+    reserve_timeout_s: Seconds = option(5.0, "longest wait for decode's promise", _SECONDS)
+    prefill_timeout_s: Seconds = option(120.0, "longest wait for the first token", _SECONDS)
+    served_model_name: Name | None = option(None, "public name of the model", _NAME)
+    when_no_prefill: WhenNoPrefill = option(
+        "refuse", "without a prefill worker: refuse, or let decode prefill", choices(WhenNoPrefill)
+    )
+
+
+class WorkerSettings(CommonSettings):
+    """What prefill and decode workers have in common."""
+
+    worker_id: Name = Field(
+        default_factory=lambda: f"worker-{secrets.token_hex(3)}",
+        description="name of this worker in the cluster (default: role and a random suffix)",
+        json_schema_extra={"accepts": _NAME},
+    )
+    port: Port = option(0, "gRPC port; 0 picks a free one", _PORT)
+    advertise: Name | None = option(
+        None, "host:port that others reach this worker at (default: host and port)", "host:port"
+    )
+    dtype: DType = option("bfloat16", "element type of weights and cache", choices(DType))
+    block_size: BlockSize = option(
+        16, "tokens per KV block", f"a power of two from 1 to {MAX_BLOCK_SIZE}"
+    )
+    num_blocks: Count | None = option(None, "KV blocks (default: from --kv-memory)", _COUNT)
+    kv_memory: Size = option(
+        512 << 20, "memory for the KV pool, e.g. 512MiB", "a size such as 512MiB or 2GiB"
+    )
+    max_model_len: Count | None = option(
+        None, "longest prompt plus output (default: the model's)", _COUNT
+    )
+    max_num_seqs: Count = option(64, "sequences in one batch", _COUNT)
+    max_queue: Count = option(256, "requests that may wait", _COUNT)
+    chunk_size: Count = option(512, "prompt tokens per prefill step", _COUNT)
+    threads: Count | None = option(None, "compute threads (default: one per core)", _COUNT)
+    cores: Cores = option(None, "cores to run on, e.g. 0-1", "a list of cores such as 0-1,3")
+    enable_prefix_cache: bool = option(True, "reuse blocks of shared prefixes", _SWITCH)
+    lease_s: Seconds = option(30.0, "life of a reservation without a hand-off", _SECONDS)
+    drain_timeout_s: Seconds = option(30.0, "longest wait for running work at exit", _SECONDS)
+
+    @model_validator(mode="after")
+    def _a_block_fits_the_context(self) -> Self:
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError("--max-model-len must leave room for a prompt and one output token.")
+        return self
+
+    def advertised(self, port: int) -> str:
+        """The address that others reach this worker at, once its port is known."""
+        if self.advertise is not None:
+            return self.advertise
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
+        return f"{host}:{port}"
+
+
+class PrefillSettings(WorkerSettings):
+    """A prefill worker: builds KV caches and hands them to decode workers."""
+
+    table: ClassVar[str] = "prefill"
+    worker_id: Name = Field(
+        default_factory=lambda: f"prefill-{secrets.token_hex(3)}",
+        description="name of this worker in the cluster (default: role and a random suffix)",
+        json_schema_extra={"accepts": _NAME},
+    )
+
+
+class DecodeSettings(WorkerSettings):
+    """A decode worker: receives KV caches and generates tokens."""
+
+    table: ClassVar[str] = "decode"
+    worker_id: Name = Field(
+        default_factory=lambda: f"decode-{secrets.token_hex(3)}",
+        description="name of this worker in the cluster (default: role and a random suffix)",
+        json_schema_extra={"accepts": _NAME},
+    )

@@ -1,0 +1,51 @@
+"""Readers of the small notations that flags and files use: sizes and lists of cores.
+
+Pure functions from text to value; a ValueError's text completes "FIELD must be …".
+"""
+
+import re
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1024), ("B", 1000), ("iB", 1024))
+}
+_UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "512MiB", "2G" (binary), "1.5GB" (decimal) or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    factor = _UNITS_BY_LOWER.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError("a size such as 512MiB or 2GiB")
+    return int(float(match[1]) * factor)
+
+
+def format_size(num_bytes: float) -> str:
+    """ "512.0 MiB"; for people, so not exact."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def parse_cores(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, ...] | None:
+    """Sorted cores of "0-1,3"; None stays None."""
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        return tuple(sorted(set(text)))
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError("a list of cores such as 0-1,3")
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(cores))
+
+
+def format_cores(cores: tuple[int, ...]) -> str:
+    """The notation that `parse_cores` reads."""
+    return ",".join(str(core) for core in cores)

@@ -1,0 +1,85 @@
+"""What a worker tells the cluster about itself: identity, limits, cache shape, load.
+
+Plain frozen data, JSON both ways; unknown keys are ignored so that versions may differ by a
+field. Knows neither Redis nor protobuf. An incarnation names one life of one process, and
+`new_incarnation` makes them sort by birth.
+"""
+
+import dataclasses
+import secrets
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+import orjson
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of a KV cache; two workers may exchange KV only when all of it is equal."""
+
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """Load at one moment; `free_blocks` includes cached blocks that may be evicted."""
+
+    waiting: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    handoffs_in_flight: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """One worker as the registry knows it."""
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    address: str
+    model: str
+    layout: KVLayout
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    load: WorkerLoad
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Self:
+        """Raises ValueError when the text is not a record."""
+        try:
+            raw = dict(orjson.loads(data))
+            raw["role"] = Role(raw["role"])
+            raw["layout"] = KVLayout(**_known(KVLayout, raw["layout"]))
+            raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
+            return cls(**_known(cls, raw))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a worker record: {error}") from error
+
+
+def _known(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {key: value for key, value in raw.items() if key in names}
+
+
+def new_incarnation() -> str:
+    """A fresh incarnation: 16 hex digits of birth time, then a random part."""
+    return f"{time.time_ns():016x}-{secrets.token_hex(4)}"
