@@ -2,12 +2,12 @@
 
 Every block has exactly one state:
 
-| state       | who may read it         | who may write it       | leaves the state by               |
-|-------------|-------------------------|------------------------|-----------------------------------|
-| free        | nobody                  | nobody                 | `allocate`                        |
-| held, ref 1 | its holder              | its holder (not full)  | `release`, `acquire`              |
-| held, ref>1 | its holders             | nobody (copy on write) | `release` by each holder          |
-| cached      | nobody until `acquire`d | nobody                 | `acquire`, or `allocate` evicts it|
+| state    | read by                 | written by            | left by                     |
+|----------|-------------------------|-----------------------|-----------------------------|
+| free     | nobody                  | nobody                | `allocate`                  |
+| held, 1  | its holder              | its holder (not full) | `release`, `acquire`        |
+| held, >1 | its holders             | nobody: copy on write | `release` by each holder    |
+| cached   | nobody until `acquire`d | nobody                | `acquire`, or `allocate`    |
 
 A holder is a sequence or a hand-off in flight. `publish` gives a full, computed block its
 hash; full blocks are never written again, so sharing them needs no copy. A promise is a
@@ -52,6 +52,10 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks that may be taken without breaking a promise."""
         return self.num_free - self.num_promised
+
+    def can_take(self, new: int, reused: Iterable[int]) -> bool:
+        """Whether `new` blocks may be allocated beside acquiring the `reused` ones."""
+        return new + sum(self._refs[block] == 0 for block in reused) <= self.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

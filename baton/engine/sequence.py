@@ -135,6 +135,7 @@ class StepOutput:
 
     seq: Sequence
     token: SampledToken | None = None
+    choice: int = 0
     index: int = 0
     """Position of the token in the choice's output."""
     finish_reason: FinishReason | None = None

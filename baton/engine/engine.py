@@ -1,0 +1,85 @@
+"""One engine: scheduler, model runner and sampler under one lock.
+
+`step` is the architecture. It runs on one thread; everything else may be called from any
+thread, takes the lock for microseconds and never waits for a forward pass: the lock is not
+held while the model runs. That is safe because blocks of a batch being computed are freed
+only by `postprocess` (see scheduler).
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from baton.engine.block_manager import BlockManager
+from baton.engine.sampler import Sampler
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import ScheduledBatch, Sequence, StepOutput
+
+S = TypeVar("S", bound=Scheduler)
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """Computes a batch: fp32 logits [sampling items, vocab], in batch order."""
+
+    def run(self, batch: ScheduledBatch) -> torch.Tensor: ...
+
+
+class StepFailed(Exception):
+    """The model could not compute a batch; its sequences have been ended."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        super().__init__(f"a step of {len(sequences)} sequences failed")
+        self.sequences = sequences
+
+
+class Engine(Generic[S]):
+    """Owns the block manager and the scheduler; `changed` is notified when there may be work."""
+
+    def __init__(
+        self, scheduler: S, blocks: BlockManager, runner: Runner, sampler: Sampler
+    ) -> None:
+        self.scheduler = scheduler
+        self.blocks = blocks
+        self.changed = threading.Condition()
+        self._runner = runner
+        self._sampler = sampler
+        self.tokens_generated = 0
+
+    def step(self) -> list[StepOutput] | None:
+        """Computes one batch; None when nothing can run now."""
+        with self.changed:
+            batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        try:
+            sampled = self._sampler.sample(self._runner.run(batch), batch)
+        except Exception as error:
+            with self.changed:
+                raise StepFailed(self.scheduler.fail(batch)) from error
+        with self.changed:
+            self.tokens_generated += sum(map(len, sampled))
+            return self.scheduler.postprocess(batch, sampled)
+
+    def apply(self, change: Callable[[], T]) -> T:
+        """Runs a change of scheduler or blocks under the lock and wakes the stepping thread."""
+        with self.changed:
+            result = change()
+            self.changed.notify_all()
+            return result
+
+    def add(self, seq: Sequence) -> None:
+        self.apply(lambda: self.scheduler.add(seq))
+
+    def end(self, group: int, choice: int | None = None) -> int:
+        """Ends the live sequences of a request (or of one choice); how many there were."""
+
+        def end_all() -> int:
+            found = self.scheduler.find(group, choice)
+            for seq in found:
+                self.scheduler.end(seq)
+            return len(found)
+
+        return self.apply(end_all)

@@ -1,0 +1,140 @@
+"""Draws tokens from logits, the same way whatever else is in the batch.
+
+The uniform number behind a draw is a hash of (seed, choice, position), and the draw walks
+the cumulative distribution in order of token id, so rounding in the logits moves a token
+only when the number falls within that rounding of a boundary. Log probabilities are of
+the raw distribution: temperature 1, before bias and penalties.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence as ListOf
+
+import torch
+
+from baton.engine.finish import stop_ids
+from baton.engine.sequence import SampledToken, ScheduledBatch, Sequence
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits (BLAKE2b as a counter-based generator)."""
+    key = struct.pack("<QIQ", seed & (2**64 - 1), choice, position)
+    bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+    return (bits >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Stateless but for the model's end-of-sequence ids."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._eos = eos_token_ids
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, batch: ScheduledBatch) -> list[list[SampledToken]]:
+        """`logits`: fp32 [rows, vocab], one row per sampling item of the batch, in order.
+        Returns, per item, one token per choice of its sequence (none when it does not sample).
+        """
+        drawing = [item.seq for item in batch.items if item.samples]
+        if not drawing:
+            return [[] for _ in batch.items]
+        slots = [(row, seq, choice) for row, seq in enumerate(drawing) for choice in seq.choices]
+        tokens = iter(self._draw(logits, slots))
+        return [
+            [next(tokens) for _ in item.seq.choices] if item.samples else [] for item in batch.items
+        ]
+
+    def _draw(
+        self, logits: torch.Tensor, slots: list[tuple[int, Sequence, int]]
+    ) -> list[SampledToken]:
+        rows = torch.tensor([row for row, _, _ in slots])
+        adjusted = logits[rows] if len(slots) != len(logits) else logits.clone()
+        for slot, (_, seq, _) in enumerate(slots):
+            self._adjust(adjusted[slot], seq)
+        ids = adjusted.argmax(dim=-1)
+        random = [i for i, (_, seq, _) in enumerate(slots) if not seq.sampling.greedy]
+        if random:
+            ids[random] = _draw_random(adjusted[random], [slots[i] for i in random])
+        return _with_logprobs(logits, slots, ids.tolist())
+
+    def _adjust(self, row: torch.Tensor, seq: Sequence) -> None:
+        """Bias, penalties and the minimum length, in place. `row`: fp32 [vocab]."""
+        sampling = seq.sampling
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias))
+            row[ids] += torch.tensor(list(sampling.logit_bias.values()))
+        if sampling.repetition_penalty != 1.0:
+            _penalise_repetition(row, seq.token_ids, sampling.repetition_penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            output = torch.tensor(seq.token_ids[seq.num_prompt_tokens :], dtype=torch.long)
+            counts = torch.bincount(output, minlength=len(row))
+            row -= sampling.frequency_penalty * counts
+            row -= sampling.presence_penalty * (counts > 0)
+        if seq.num_output_tokens < sampling.min_tokens:
+            row[list(stop_ids(sampling, self._eos))] = -torch.inf
+
+
+def _penalise_repetition(row: torch.Tensor, token_ids: list[int], penalty: float) -> None:
+    """Keskar et al. 2019 (CTRL), section 4.1, with the sign rule everybody uses."""
+    seen = torch.tensor(sorted(set(token_ids)), dtype=torch.long)
+    values = row[seen]
+    row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _draw_random(logits: torch.Tensor, slots: ListOf[tuple[int, Sequence, int]]) -> torch.Tensor:
+    """One id per row of `logits` [rows, vocab], by inversion in order of token id."""
+    sampling = [seq.sampling for _, seq, _ in slots]
+    temperature = torch.tensor([s.temperature for s in sampling])[:, None]
+    # Subtracting the maximum first keeps tiny temperatures finite.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    if any(s.top_k or s.top_p < 1.0 or s.min_p for s in sampling):
+        scaled = _truncate(scaled, slots)
+    cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
+    numbers = torch.tensor(
+        [uniform(seq.sampling.seed, choice, len(seq.token_ids)) for _, seq, choice in slots],
+        dtype=torch.float64,
+    )
+    targets = (numbers * cumulative[:, -1])[:, None]
+    # right=True: the first id whose cumulative sum exceeds the target, never one of weight 0.
+    return (
+        torch.searchsorted(cumulative, targets, right=True)
+        .squeeze(1)
+        .clamp_(max=logits.shape[-1] - 1)
+    )
+
+
+def _truncate(scaled: torch.Tensor, slots: ListOf[tuple[int, Sequence, int]]) -> torch.Tensor:
+    """top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), each on the
+    distribution that the one before leaves."""
+    vocab = scaled.shape[-1]
+    sampling = [seq.sampling for _, seq, _ in slots]
+    values, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab)
+    top_k = torch.tensor([s.top_k or vocab for s in sampling])[:, None]
+    values = values.masked_fill(rank >= top_k, -torch.inf)
+    probs = values.softmax(dim=-1)
+    top_p = torch.tensor([s.top_p for s in sampling])[:, None]
+    # The most likely token always stays, also at top_p = 0.
+    drop = (probs.cumsum(dim=-1) - probs >= top_p) & (rank > 0) & (top_p < 1.0)
+    min_p = torch.tensor([s.min_p for s in sampling])[:, None]
+    drop |= probs < min_p * probs[:, :1]
+    return torch.full_like(scaled, -torch.inf).scatter_(
+        1, order, values.masked_fill(drop, -torch.inf)
+    )
+
+
+def _with_logprobs(
+    logits: torch.Tensor, slots: list[tuple[int, Sequence, int]], ids: list[int]
+) -> list[SampledToken]:
+    return [
+        SampledToken(token_id)
+        if seq.sampling.logprobs is None
+        else _token_with_logprobs(logits[row], token_id, seq.sampling.logprobs)
+        for (row, seq, _), token_id in zip(slots, ids, strict=True)
+    ]
+
+
+def _token_with_logprobs(row: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
+    logprobs = row.log_softmax(dim=-1)
+    values, ids = logprobs.topk(num_top) if num_top else (row[:0], row[:0].long())
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(token_id, float(logprobs[token_id]), top)

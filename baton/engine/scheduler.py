@@ -1,0 +1,287 @@
+"""What the next step computes. Plain Python: no torch, no I/O, no clock.
+
+Both schedulers form ragged batches of chunks under one token budget. `PrefillScheduler`
+runs prompts in order of arrival and holds them once computed, for the hand-off.
+`DecodeScheduler` batches continuously: every running sequence gets its token each step,
+what is left of the budget goes to prompts (mixed batches), and when blocks run out the
+youngest sequence is preempted and computed again later.
+
+The caller serialises calls. Between `schedule` and `postprocess` the batch is being
+computed: blocks of its sequences are not freed then, however they end; `postprocess` does.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
+
+from baton.engine.block_manager import BlockManager
+from baton.engine.config import EngineConfig
+from baton.engine.finish import finish_reason
+from baton.engine.sequence import (
+    SampledToken,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceStatus,
+    StepOutput,
+)
+
+
+class QueueFull(Exception):
+    """The waiting queue has reached its bound."""
+
+
+class Scheduler:
+    """The shared part: queues, admission of prompts, chunking, abort."""
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.held: list[Sequence] = []
+        self.num_promised_seqs = 0
+        self.prefill_tokens_computed = 0
+        self.prefill_tokens_cached = 0
+        self._in_step: set[int] = set()
+
+    def add(self, seq: Sequence) -> None:
+        if len(self.waiting) >= self.config.max_queue:
+            raise QueueFull(f"{len(self.waiting)} sequences are waiting, the bound")
+        self.waiting.append(seq)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        yield from self.running
+        yield from self.held
+
+    def find(self, group: int, choice: int | None = None) -> list[Sequence]:
+        """Live sequences of a request; with `choice` only the one that draws just that."""
+        return [
+            seq
+            for seq in self.sequences()
+            if seq.group == group and (choice is None or seq.choices == (choice,))
+        ]
+
+    def end(self, seq: Sequence) -> None:
+        """Takes a live sequence out, aborted or released; gives its blocks back."""
+        queue = {
+            SequenceStatus.WAITING: self.waiting,
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.HELD: self.held,
+        }.get(seq.status)
+        if queue is None:
+            return
+        queue.remove(seq)
+        seq.status = SequenceStatus.ENDED
+        if seq.seq_id not in self._in_step:
+            self.blocks.release_sequence(seq)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batch, or None when nothing can run."""
+        batch = ScheduledBatch()
+        self._fill(batch)
+        batch.items.sort(key=lambda item: item.num_new_tokens > 1)  # decodes first; stable
+        self._in_step = {item.seq.seq_id for item in batch.items}
+        return batch if batch.items else None
+
+    def postprocess(
+        self, batch: ScheduledBatch, sampled: ListOf[ListOf[SampledToken]]
+    ) -> list[StepOutput]:
+        """Books a computed batch. `sampled[i]` has one token per choice of item i, or none."""
+        self._in_step = set()
+        outputs: list[StepOutput] = []
+        for item, tokens in zip(batch.items, sampled, strict=True):
+            if item.seq.status is SequenceStatus.ENDED:
+                self.blocks.release_sequence(item.seq)
+                continue
+            self._advance(item)
+            outputs += self._accept(item.seq, tokens) if tokens else [StepOutput(item.seq)]
+        return outputs
+
+    def fail(self, batch: ScheduledBatch) -> list[Sequence]:
+        """Ends the sequences of a batch that could not be computed."""
+        self._in_step = set()
+        failed = [item.seq for item in batch.items]
+        for seq in failed:
+            if seq.status is SequenceStatus.ENDED:
+                self.blocks.release_sequence(seq)
+            self.end(seq)
+        return failed
+
+    # --- for the two schedulers -------------------------------------------------------------
+
+    def _fill(self, batch: ScheduledBatch) -> None:
+        raise NotImplementedError
+
+    def _accept(self, seq: Sequence, tokens: ListOf[SampledToken]) -> list[StepOutput]:
+        raise NotImplementedError
+
+    def _may_start(self, seq: Sequence, num_new_blocks: int, reused: list[int]) -> bool:
+        return self.blocks.can_take(num_new_blocks, reused)
+
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
+        """Chunks of started prompts first, then prompts from the queue, in order."""
+        scheduled = {item.seq.seq_id for item in batch.items}
+        for seq in self.running:
+            if budget and seq.seq_id not in scheduled:
+                budget -= self._chunk(seq, batch, budget)
+        while budget and self.waiting and self._start(self.waiting[0]):
+            seq = self.waiting.popleft()
+            budget -= self._chunk(seq, batch, budget)
+
+    @staticmethod
+    def _chunk(seq: Sequence, batch: ScheduledBatch, budget: int) -> int:
+        size = min(seq.num_uncomputed_tokens, budget)
+        batch.items.append(ScheduledSequence(seq, size))
+        return size
+
+    def _start(self, seq: Sequence) -> bool:
+        """Gives a waiting sequence the blocks of all its tokens, cached ones where known."""
+        slots = self.num_promised_seqs + sum(len(s.choices) for s in self.running)
+        if self.running and slots + len(seq.choices) > self.config.max_num_seqs:
+            return False
+        reused = self.blocks.reusable_prefix(seq)
+        num_new = self.blocks.blocks_for(len(seq.token_ids)) - len(reused)
+        if not self._may_start(seq, num_new, reused):
+            return False
+        self.blocks.acquire(reused)
+        seq.block_table = reused + self.blocks.allocate(num_new)
+        seq.num_computed_tokens = len(reused) * self.blocks.block_size
+        seq.num_published_blocks = len(reused)
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.prefill_tokens_cached += seq.num_cached_tokens
+        seq.status = SequenceStatus.RUNNING
+        insort(self.running, seq, key=lambda s: s.arrival)
+        return True
+
+    def _advance(self, item: ScheduledSequence) -> None:
+        seq, start = item.seq, item.seq.num_computed_tokens
+        seq.num_computed_tokens += item.num_new_tokens
+        again = max(0, min(seq.num_computed_tokens, seq.recompute_below) - start)
+        seq.num_recomputed_tokens += again
+        prompt = max(0, min(seq.num_computed_tokens, seq.num_prompt_tokens) - start)
+        self.prefill_tokens_computed += max(0, prompt - again)
+        self.blocks.publish_computed(seq)
+
+    def _output(self, seq: Sequence, token: SampledToken, choice: int, index: int) -> StepOutput:
+        reason = finish_reason(token.token_id, index + 1, seq.sampling, self.config.eos_token_ids)
+        return StepOutput(seq, token, choice, index, reason)
+
+
+class PrefillScheduler(Scheduler):
+    """First come, first served; a computed prompt is held until `end` is called."""
+
+    def _fill(self, batch: ScheduledBatch) -> None:
+        self._schedule_prefills(batch, self.config.chunk_size)
+
+    def _accept(self, seq: Sequence, tokens: ListOf[SampledToken]) -> list[StepOutput]:
+        self.running.remove(seq)
+        self.held.append(seq)
+        seq.status = SequenceStatus.HELD
+        return [
+            self._output(seq, token, choice, 0)
+            for choice, token in zip(seq.choices, tokens, strict=True)
+        ]
+
+
+class DecodeScheduler(Scheduler):
+    """Continuous batching with preemption by recompute."""
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+        super().__init__(config, blocks)
+        self.num_preemptions = 0
+        self.tokens_recomputed = 0
+
+    def join(self, seqs: ListOf[Sequence]) -> None:
+        """Adds sequences whose prompt KV is in their blocks already (a committed hand-off)."""
+        for seq in seqs:
+            seq.status = SequenceStatus.RUNNING
+            self.blocks.publish_computed(seq)
+            insort(self.running, seq, key=lambda s: s.arrival)
+
+    def fork(self, seq: Sequence, choices: ListOf[int]) -> list[Sequence]:
+        """One sequence per choice on shared blocks; the first one is `seq` itself."""
+        children = [seq.fork(choice) for choice in choices[1:]]
+        for child in children:
+            self.blocks.acquire(child.block_table)
+        seq.choices = (choices[0],)
+        return [seq, *children]
+
+    def _fill(self, batch: ScheduledBatch) -> None:
+        self._schedule_decodes(batch)
+        self._schedule_prefills(batch, self.config.chunk_size - len(batch.items))
+
+    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
+        for seq in list(self.running):
+            decodes = seq.status is SequenceStatus.RUNNING and seq.num_uncomputed_tokens == 1
+            if decodes and self._make_room(seq, batch):
+                batch.items.append(ScheduledSequence(seq, 1))
+
+    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> bool:
+        """A writable slot for the next token, preempting from the youngest on; False when
+        `seq` itself had to go. Victims come after `seq`, so none is in the batch yet."""
+        while not self._slot(seq, batch):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _slot(self, seq: Sequence, batch: ScheduledBatch) -> bool:
+        position = seq.num_computed_tokens // self.blocks.block_size
+        grows = position == len(seq.block_table)
+        if not grows and not self.blocks.is_shared(seq.block_table[position]):
+            return True
+        if self.blocks.num_available < 1:
+            return False
+        (block,) = self.blocks.allocate(1)
+        if grows:
+            seq.block_table.append(block)
+        else:
+            shared = seq.block_table[position]
+            batch.block_copies.append((shared, block))
+            seq.block_table[position] = block
+            self.blocks.release([shared])
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.blocks.release_sequence(seq)
+        seq.recompute_below = max(seq.recompute_below, seq.num_computed_tokens)
+        seq.num_computed_tokens = 0
+        seq.num_published_blocks = 0
+        seq.num_preemptions += 1
+        seq.status = SequenceStatus.WAITING
+        self.num_preemptions += 1
+        insort(self.waiting, seq, key=lambda s: s.arrival)
+
+    def _may_start(self, seq: Sequence, num_new_blocks: int, reused: list[int]) -> bool:
+        """A preempted sequence comes back only when all running ones can still grow, or it
+        would be thrown out again at once."""
+        spare = len(self.running) + 1 if seq.num_preemptions and self.running else 0
+        return self.blocks.can_take(num_new_blocks + spare, reused)
+
+    def _advance(self, item: ScheduledSequence) -> None:
+        before = item.seq.num_recomputed_tokens
+        super()._advance(item)
+        self.tokens_recomputed += item.seq.num_recomputed_tokens - before
+
+    def _accept(self, seq: Sequence, tokens: ListOf[SampledToken]) -> list[StepOutput]:
+        outputs = []
+        for choice_seq, token in zip(self.fork(seq, seq.choices), tokens, strict=True):
+            index = choice_seq.num_output_tokens
+            output = self._output(choice_seq, token, choice_seq.choice, index)
+            choice_seq.token_ids.append(token.token_id)
+            if choice_seq is not seq:
+                insort(self.running, choice_seq, key=lambda s: s.arrival)
+            if output.finish_reason:
+                choice_seq.finish_reason = output.finish_reason
+                self.end(choice_seq)
+            outputs.append(output)
+        return outputs

@@ -1,0 +1,105 @@
+"""A toy model whose KV cache is checked on every read.
+
+The "KV" of a token is the token itself, stored in its slot. A forward pass writes the new
+tokens through the block table, reads the whole context back the same way and fails loudly
+when it reads anything but the sequence's own tokens. The logits are a fixed function of
+that context, so the text depends on every cached token.
+"""
+
+import hashlib
+
+import torch
+
+from baton.engine.block_manager import BlockManager
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.sampler import Sampler
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import DecodeScheduler, PrefillScheduler, Scheduler
+from baton.engine.sequence import ScheduledBatch, Sequence, StepOutput
+
+VOCAB = 97
+
+
+class ToyRunner:
+    """Counts what it computed; `batches` holds (seq_id, num_new_tokens) per item per step."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv = [[-1] * block_size for _ in range(num_blocks)]
+        self.tokens_computed = 0
+        self.batches: list[list[tuple[int, int]]] = []
+
+    def run(self, batch: ScheduledBatch) -> torch.Tensor:
+        for source, target in batch.block_copies:
+            self.kv[target] = list(self.kv[source])
+        sizes = [item.num_new_tokens for item in batch.items]
+        assert sizes == sorted(sizes, key=lambda n: n > 1), "decodes come first"
+        self.batches.append([(item.seq.seq_id, item.num_new_tokens) for item in batch.items])
+        for item in batch.items:
+            self._write(item.seq, item.num_new_tokens)
+        rows = [toy_logits(self._read(i.seq, i.num_new_tokens)) for i in batch.items if i.samples]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def _write(self, seq: Sequence, num_new: int) -> None:
+        self.tokens_computed += num_new
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_new):
+            block = seq.block_table[position // self.block_size]
+            self.kv[block][position % self.block_size] = seq.token_ids[position]
+
+    def _read(self, seq: Sequence, num_new: int) -> list[int]:
+        end = seq.num_computed_tokens + num_new
+        tokens = [
+            self.kv[seq.block_table[p // self.block_size]][p % self.block_size] for p in range(end)
+        ]
+        assert tokens == seq.token_ids[:end], f"sequence {seq.seq_id} read foreign KV"
+        return tokens
+
+
+def toy_logits(context: list[int]) -> torch.Tensor:
+    digest = hashlib.blake2b(repr(context).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(VOCAB, generator=generator) * 3
+
+
+def toy_engine(
+    role: str = "decode", *, num_blocks: int = 64, block_size: int = 4, **config: object
+) -> tuple[Engine[Scheduler], ToyRunner]:
+    settings = {"chunk_size": 16, "max_num_seqs": 8, **config}
+    engine_config = EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
+    blocks = BlockManager(num_blocks, block_size, engine_config.enable_prefix_cache)
+    scheduler_type = {"decode": DecodeScheduler, "prefill": PrefillScheduler}[role]
+    runner = ToyRunner(num_blocks, block_size)
+    scheduler = scheduler_type(engine_config, blocks)
+    return Engine(scheduler, blocks, runner, Sampler(engine_config.eos_token_ids)), runner
+
+
+def run_to_end(engine: Engine[Scheduler], max_steps: int = 2000) -> list[StepOutput]:
+    """Steps until nothing is left; checks the books after every step."""
+    outputs: list[StepOutput] = []
+    for _ in range(max_steps):
+        step = engine.step()
+        engine.blocks.check_integrity([s.block_table for s in engine.scheduler.sequences()])
+        if step is None:
+            assert not engine.scheduler.has_work(), "work is left but nothing can run"
+            return outputs
+        outputs += step
+    raise AssertionError(f"not finished after {max_steps} steps")
+
+
+def texts(outputs: list[StepOutput]) -> dict[tuple[int, int], list[int]]:
+    """Token ids per (group, choice), checking that indices have no gap or repeat."""
+    result: dict[tuple[int, int], list[int]] = {}
+    for output in outputs:
+        if output.token is not None:
+            tokens = result.setdefault((output.seq.group, output.choice), [])
+            assert output.index == len(tokens), "a token is missing or came twice"
+            tokens.append(output.token.token_id)
+    return result
+
+
+def solo(prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
+    """Choice → tokens of the request alone in a fresh engine without prefix cache."""
+    engine, _ = toy_engine(num_blocks=512, enable_prefix_cache=False)
+    engine.add(Sequence(prompt, sampling))
+    return {choice: tokens for (_, choice), tokens in texts(run_to_end(engine)).items()}
