@@ -1,0 +1,95 @@
+"""The paged KV cache: one tensor (layer, key|value, block, slot, kv_head, head_dim).
+
+Owns the memory, not the blocks: the block manager says which block belongs to whom. `gather`,
+`scatter` and `copy_blocks` may run in another thread than the forward pass as long as the two
+touch different blocks; they share no scratch. The memory starts as zeros because attention
+multiplies the slots past a sequence's end by a weight of zero.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.kv_layout import KVLayout
+
+__all__ = ["KVCache", "KVLayout"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class KVCache:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = layout.unit_shape(layout.num_layers, num_blocks)
+        self.data = torch.zeros(shape, dtype=_DTYPES[layout.dtype], device=device)
+        self.layers: tuple[Tensor, ...] = tuple(self.data.unbind(0))
+        """Per layer (key|value, block, slot, kv_head, head_dim)."""
+        self.slots: tuple[Tensor, ...] = tuple(layer.flatten(1, 2) for layer in self.layers)
+        """Per layer (key|value, block * block_size + slot, kv_head, head_dim)."""
+        self.tables: tuple[Tensor, ...] = tuple(x.flatten(2).flatten(0, 1) for x in self.layers)
+        """Per layer (key blocks then value blocks, block_size * kv_head * head_dim)."""
+        self._table = self.data.view(-1, self.tables[0].shape[1])
+        row_bytes = self._table.shape[1] * self._table.element_size()
+        # index_copy_ moves one element at a time, so wide elements move faster.
+        self._word = torch.int64 if row_bytes % 8 == 0 else self.data.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layout.bytes_per_token
+
+    def gather(self, layer_start: int, layer_count: int, block_ids: Sequence[int]) -> Tensor:
+        """A contiguous copy of the blocks, shape `layout.unit_shape`."""
+        self._check_layers(layer_start, layer_count)
+        with torch.inference_mode():
+            ids = self._ids(block_ids)
+            planes = torch.arange(2 * layer_start, 2 * (layer_start + layer_count))
+            rows = planes.to(ids.device).mul_(self.num_blocks).unsqueeze(1) + ids
+            # Rows of one flat table: index_select copies whole rows fastest along dimension 0.
+            picked = self._table.index_select(0, rows.flatten())
+        return picked.view(self.layout.unit_shape(layer_count, len(block_ids)))
+
+    def scatter(
+        self, layer_start: int, layer_count: int, block_ids: Sequence[int], tensor: Tensor
+    ) -> None:
+        """Writes what `gather` of an equal layout returned."""
+        self._check_layers(layer_start, layer_count)
+        shape = self.layout.unit_shape(layer_count, len(block_ids))
+        if tuple(tensor.shape) != shape or tensor.dtype != self.data.dtype:
+            raise ValueError(
+                f"KV of shape {tuple(tensor.shape)} {tensor.dtype} does not fit "
+                f"{shape} {self.data.dtype}"
+            )
+        if not block_ids:
+            return
+        with torch.inference_mode():
+            planes = self._table.view(-1, self.num_blocks, self._table.shape[1])
+            target = planes[2 * layer_start : 2 * (layer_start + layer_count)]
+            source = tensor.reshape(2 * layer_count, len(block_ids), -1)
+            target.view(self._word).index_copy_(1, self._ids(block_ids), source.view(self._word))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, target) in every layer. No target is also a source."""
+        if not pairs:
+            return
+        sources = [source for source, _ in pairs]
+        targets = [target for _, target in pairs]
+        num_layers = self.layout.num_layers
+        self.scatter(0, num_layers, targets, self.gather(0, num_layers, sources))
+
+    def _check_layers(self, layer_start: int, layer_count: int) -> None:
+        if layer_start < 0 or layer_count < 1:
+            raise ValueError(f"no layers [{layer_start}, {layer_start + layer_count})")
+        if layer_start + layer_count > self.layout.num_layers:
+            raise ValueError(
+                f"layers [{layer_start}, {layer_start + layer_count}) are beyond "
+                f"the model's {self.layout.num_layers}"
+            )
+
+    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            raise ValueError(f"block ids must be in [0, {self.num_blocks}): {list(block_ids)}")
+        return torch.tensor(block_ids, dtype=torch.int64, device=self.data.device)

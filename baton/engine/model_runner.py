@@ -1,0 +1,144 @@
+"""Runs one scheduled step: copies blocks, feeds the tokens, returns logits.
+
+The only place where lists become tensors. Knows the sequence's fields that say what to feed
+and where; knows nothing of queues, sampling or who owns a block.
+"""
+
+from collections.abc import Sequence as ListOf
+
+import torch
+from torch import Tensor
+
+from baton.engine.kv_cache import KVCache
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.ops.attention import AttentionBatch, DecodeGroup, PrefillChunk, Window
+from baton.engine.sequence import ScheduledBatch, ScheduledSequence
+
+
+class ModelRunner:
+    def __init__(self, model: DecoderModel, kv_cache: KVCache) -> None:
+        layout, config = kv_cache.layout, model.config
+        ours = (config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+        theirs = (layout.num_layers, layout.num_kv_heads, layout.head_dim, kv_cache.data.dtype)
+        if ours != theirs:
+            raise ValueError(f"the KV cache is for {theirs}, the model is {ours}")
+        self.model = model
+        self.kv_cache = kv_cache
+        self._windows: tuple[Window, ...] = tuple(dict.fromkeys(config.windows))
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> Tensor:
+        """float32 logits (num_sampling, vocab) of the items whose tokens are now all computed,
+        in the order of the batch."""
+        self.kv_cache.copy_blocks(batch.block_copies)
+        items = batch.items
+        sampling = _sampling_rows(items)
+        if not items:
+            return torch.empty(0, self.model.config.vocab_size)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for item in items:
+            start = item.seq.num_computed_tokens
+            end = start + item.num_new_tokens
+            token_ids += item.seq.token_ids[start:end]
+            positions += range(start, end)
+            slots += self._slots(item.seq.block_table, start, end)
+        rows = None if len(sampling) == len(token_ids) else torch.tensor(sampling, dtype=torch.long)
+        hidden = self.model.forward(
+            torch.tensor(token_ids),
+            torch.tensor(positions),
+            self.kv_cache,
+            self._attention_batch(items, torch.tensor(slots)),
+            rows,
+        )
+        if not sampling:
+            return torch.empty(0, self.model.config.vocab_size)
+        return self.model.logits(hidden)
+
+    def _slots(self, block_table: ListOf[int], start: int, end: int) -> list[int]:
+        size = self.kv_cache.layout.block_size
+        return [block_table[p // size] * size + p % size for p in range(start, end)]
+
+    def _attention_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> AttentionBatch:
+        num_decodes = 0
+        while num_decodes < len(items) and items[num_decodes].num_new_tokens == 1:
+            num_decodes += 1
+        prefills = []
+        start = num_decodes
+        for item in items[num_decodes:]:
+            prefills.append(self._prefill_chunk(item, start))
+            start += item.num_new_tokens
+        decodes = self._decode_group(items[:num_decodes]) if num_decodes else None
+        return AttentionBatch(slots, decodes, tuple(prefills))
+
+    def _decode_group(self, items: ListOf[ScheduledSequence]) -> DecodeGroup:
+        lengths = [item.seq.num_computed_tokens + 1 for item in items]
+        longest = max(lengths)
+        width = self._num_blocks(longest)
+        table: list[int] = []
+        for item, length in zip(items, lengths, strict=True):
+            count = self._num_blocks(length)
+            # A short row is padded with a block of its own: it never reads another sequence's.
+            table += item.seq.block_table[:count] + item.seq.block_table[:1] * (width - count)
+        masks = {
+            window: _decode_mask(lengths, window, self.model.dtype) for window in self._windows
+        }
+        return DecodeGroup(len(items), longest, self._rows(table), masks)
+
+    def _prefill_chunk(self, item: ScheduledSequence, start: int) -> PrefillChunk:
+        computed, new = item.seq.num_computed_tokens, item.num_new_tokens
+        length = computed + new
+        rows = None
+        if computed:
+            rows = self._rows(item.seq.block_table[: self._num_blocks(length)])
+        masks = {
+            window: _prefill_mask(computed, length, window, self.model.dtype)
+            for window in self._windows
+        }
+        return PrefillChunk(start, start + new, length, rows, masks)
+
+    def _rows(self, block_ids: ListOf[int]) -> Tensor:
+        """Rows of a layer's table: the key blocks, then the value blocks."""
+        keys = torch.tensor(block_ids)
+        return torch.cat((keys, keys + self.kv_cache.num_blocks))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.kv_cache.layout.block_size)
+
+
+def _sampling_rows(items: ListOf[ScheduledSequence]) -> list[int]:
+    """Index in the flat batch of the last token of every item that samples."""
+    rows, end = [], 0
+    for item in items:
+        end += item.num_new_tokens
+        if item.seq.num_computed_tokens + item.num_new_tokens == len(item.seq.token_ids):
+            rows.append(end - 1)
+    return rows
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+def _decode_mask(lengths: list[int], window: Window, dtype: torch.dtype) -> Tensor | None:
+    longest = max(lengths)
+    if min(lengths) == longest and (window is None or window >= longest):
+        return None
+    ends = torch.tensor(lengths).unsqueeze(1)
+    positions = torch.arange(longest)
+    visible = positions < ends
+    if window is not None:
+        visible &= positions >= ends - window
+    return _additive(visible[:, None, None], dtype)
+
+
+def _prefill_mask(computed: int, length: int, window: Window, dtype: torch.dtype) -> Tensor | None:
+    if computed == 0 and (window is None or window >= length):
+        return None
+    queries = torch.arange(computed, length).unsqueeze(1)
+    positions = torch.arange(length)
+    visible = positions <= queries
+    if window is not None:
+        visible &= positions > queries - window
+    return _additive(visible, dtype)

@@ -1,0 +1,106 @@
+"""Causal attention of a ragged batch over a paged KV cache.
+
+A batch is `num_decodes` sequences with one query token each, first, then prefill chunks. Both
+kinds read only blocks of their own block table, so what one sequence computes does not depend
+on its batch-mates; masks and index tensors are made once per step and shared by all layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Window = int | None
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one query token. `rows` picks the blocks of all of them from a layer's
+    table, keys then values; `masks[window]` is (sequence, 1, 1, max_context), None when every
+    sequence sees all of it."""
+
+    num_seqs: int
+    max_context: int
+    rows: Tensor
+    masks: Mapping[Window, Tensor | None]
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Query tokens [start, end) of the batch, the last of `context_len` tokens. `rows` is None
+    when nothing precedes the chunk: its keys are the ones just computed. `masks[window]` is
+    (end - start, context_len); None means plain causal."""
+
+    start: int
+    end: int
+    context_len: int
+    rows: Tensor | None
+    masks: Mapping[Window, Tensor | None]
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """`slot_mapping` says where the key and value of every token of the batch go."""
+
+    slot_mapping: Tensor
+    decodes: DecodeGroup | None = None
+    prefills: Sequence[PrefillChunk] = field(default_factory=tuple)
+
+
+def write_kv(kv: Tensor, slots: Tensor, slot_mapping: Tensor) -> None:
+    """Stores (n, key|value, kv_head, head_dim) in a layer's slots."""
+    slots.index_copy_(1, slot_mapping, kv.transpose(0, 1))
+
+
+def paged_attention(
+    q: Tensor, kv: Tensor, table: Tensor, batch: AttentionBatch, window: Window
+) -> Tensor:
+    """Attention output (n, head, head_dim) of queries (n, head, head_dim). `kv` holds the
+    batch's own keys and values, (n, key|value, kv_head, head_dim), already written to the cache
+    whose layer is `table`."""
+    outputs = []
+    if batch.decodes is not None:
+        outputs.append(_decode(q[: batch.decodes.num_seqs], kv, table, batch.decodes, window))
+    for chunk in batch.prefills:
+        outputs.append(_prefill(q[chunk.start : chunk.end], kv, table, chunk, window))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _context(table: Tensor, rows: Tensor, num_seqs: int, kv: Tensor) -> Tensor:
+    """(key|value, sequence, kv_head, slots, head_dim) of the blocks in `rows`."""
+    picked = table.index_select(0, rows)
+    return picked.view(2, num_seqs, -1, kv.shape[2], kv.shape[3]).transpose(2, 3)
+
+
+def _decode(q: Tensor, kv: Tensor, table: Tensor, group: DecodeGroup, window: Window) -> Tensor:
+    b, num_heads, head_dim = q.shape
+    context = _context(table, group.rows, b, kv)[:, :, :, : group.max_context]
+    # The query heads that share a KV head become query positions, so KV is read once.
+    folded = q.view(b, kv.shape[2], num_heads // kv.shape[2], head_dim)
+    mask = group.masks[window]
+    out = F.scaled_dot_product_attention(folded, context[0], context[1], attn_mask=mask)
+    return out.reshape(b, num_heads, head_dim)
+
+
+def _prefill(q: Tensor, kv: Tensor, table: Tensor, chunk: PrefillChunk, window: Window) -> Tensor:
+    n, num_heads, head_dim = q.shape
+    if chunk.rows is None:
+        keys, values = kv[chunk.start : chunk.end].permute(1, 2, 0, 3)
+    else:
+        keys, values = _context(table, chunk.rows, 1, kv)[:, 0, :, : chunk.context_len]
+    num_kv_heads = kv.shape[2]
+    group = num_heads // num_kv_heads
+    # (kv_head, group, ...): a KV head is broadcast over its group without copying it.
+    query = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    shape = (num_kv_heads, group, chunk.context_len, head_dim)
+    mask = chunk.masks[window]
+    out = F.scaled_dot_product_attention(
+        query,
+        keys.unsqueeze(1).expand(shape),
+        values.unsqueeze(1).expand(shape),
+        attn_mask=mask,
+        is_causal=mask is None and n > 1,
+    )
+    return out.permute(2, 0, 1, 3).reshape(n, num_heads, head_dim)
