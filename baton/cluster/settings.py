@@ -69,7 +69,9 @@ class CommonSettings(Settings):
     """What every process has."""
 
     host: Name = option("127.0.0.1", "address to listen on", "a host name or address")
-    redis_url: RedisUrl = option("redis://127.0.0.1:6379/0", "Redis of the cluster", _REDIS)
+    redis_url: RedisUrl = option(
+        "redis://127.0.0.1:6379/0", "Redis of the cluster", _REDIS, "--redis"
+    )
     model: str = option(
         "smollm2",
         "name in the model store, path or hub id",
@@ -147,6 +149,9 @@ class PrefillSettings(WorkerSettings):
     """A prefill worker: builds KV caches and hands them to decode workers."""
 
     table: ClassVar[str] = "prefill"
+    handoff_timeout_s: Seconds = option(
+        10.0, "longest wait for decode to take a frame of a hand-off", _SECONDS
+    )
     worker_id: Name = Field(
         default_factory=lambda: f"prefill-{secrets.token_hex(3)}",
         description="name of this worker in the cluster (default: role and a random suffix)",

@@ -24,17 +24,17 @@ from pydantic_settings import (
 from baton.cluster.errors import SettingsError
 from baton.cluster.values import format_cores
 
-ROLE_TABLES = ("router", "prefill", "decode")
+ROLE_TABLES = ("up", "router", "prefill", "decode")
 
 
-def option(default: Any, help: str, accepts: str, **constraints: Any) -> Any:
-    """A field with its help text and the words that complete "FIELD must be …"."""
-    extra: dict[str, Any] = {"accepts": accepts}
+def option(default: Any, help: str, accepts: str, flag: str = "", **constraints: Any) -> Any:
+    """A field with its help, the words that complete "FIELD must be …" and a second flag."""
+    extra: dict[str, Any] = {"accepts": accepts, "flag": flag}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
 class _TomlSource(PydanticBaseSettingsSource):
-    """Top-level keys are for every process, the table [router|prefill|decode] for one role."""
+    """Top-level keys are for every process, a table such as [router] for one process."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError("the file is read as a whole")
@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     @classmethod
     def load(cls, argv: list[str], prog: str = "baton") -> Self:
         """Settings from flags and everything below them. Raises SettingsError; --help exits 0."""
-        return cls.build(**_parse_flags(cls, argv, prog))
+        return cls.build(**parse_flags(cls, argv, prog))
 
     @classmethod
     def build(cls, **values: Any) -> Self:
@@ -120,18 +120,29 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{self.prog}: {message} (see {self.prog} --help).")
 
 
-def _parse_flags(cls: type[Settings], argv: list[str], prog: str) -> dict[str, Any]:
+def parse_flags(cls: type[Settings], argv: list[str], prog: str) -> dict[str, Any]:
+    """The fields given as flags, unchecked. Raises SettingsError; --help exits 0."""
     parser = _Parser(prog=prog, allow_abbrev=False, description=cls.__doc__)
     for name, field in cls.model_fields.items():
-        flag, help_text = f"--{name.replace('_', '-')}", _help(field)
-        if field.annotation is bool:
+        names, help_text = _flag_names(name, field), _help(field)
+        if field.annotation in (bool, bool | None):
             parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=None, help=help_text
+                *names, action=argparse.BooleanOptionalAction, default=None, help=help_text
             )
         else:
-            parser.add_argument(flag, metavar="VALUE", default=None, help=help_text)
+            parser.add_argument(*names, dest=name, metavar="VALUE", default=None, help=help_text)
     given = vars(parser.parse_args(argv))
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _flag_names(name: str, field: FieldInfo) -> list[str]:
+    second = _extra(field, "flag")
+    return [f"--{name.replace('_', '-')}", *([second] if second else [])]
+
+
+def _extra(field: FieldInfo, key: str) -> str:
+    extra = field.json_schema_extra
+    return str(extra.get(key) or "") if isinstance(extra, dict) else ""
 
 
 def _help(field: FieldInfo) -> str:
@@ -147,8 +158,7 @@ def _sentence(cls: type[Settings], details: ErrorDetails) -> str:
     field = cls.model_fields.get(name)
     if field is None:
         return f"There is no setting named {name}."
-    extra = field.json_schema_extra
-    accepts = extra.get("accepts") if isinstance(extra, dict) else None
+    accepts = _extra(field, "accepts")
     return f"--{name.replace('_', '-')} must be {accepts}, not {details['input']!r}."
 
 

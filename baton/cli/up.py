@@ -1,0 +1,176 @@
+"""`baton up`: a whole cluster on this machine, in the foreground, until it is told to stop.
+
+Settles everything that can be wrong before a child starts (settings, port, model, Redis), then
+hands the children to the Supervisor and says when the router is ready. When it returns, and
+even when it is killed, nothing that it started is left.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import httpx
+
+from baton.cli.console import MergedLog
+from baton.cli.cores import available_cores
+from baton.cli.supervisor import Supervisor
+from baton.cli.up_plan import Site, plan
+from baton.cli.up_settings import UpSettings
+from baton.cluster.errors import BatonError, RegistryUnavailable, SettingsError
+from baton.cluster.redis_server import EmbeddedRedis
+from baton.cluster.registry import Registry
+from baton.cluster.settings_source import parse_flags
+
+READY_POLL_S = 0.1
+PROBE_TIMEOUT_S = 1.0
+# Ctrl-C may arrive twice: from the terminal, and passed on by whoever started us.
+SAME_REQUEST_S = 0.5
+
+
+def up(argv: list[str]) -> int:
+    """The exit code. Raises BatonError with a sentence when it cannot start."""
+    # A background job of a script inherits "SIGINT ignored"; Ctrl-C must work all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    given = parse_flags(UpSettings, argv, "baton up")
+    settings = UpSettings.build(**given)
+    port = _claim_port(settings.host, settings.port)
+    site = Site("", port, _resolve_model(settings.model), available_cores(), given)
+    return asyncio.run(_run(settings, site))
+
+
+def _claim_port(host: str, port: int) -> int:
+    """The port, checked to be free; a free one for 0."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        reason = "it is taken" if taken else (error.strerror or str(error)).lower()
+        raise SettingsError(
+            f"Cannot listen on {host}:{port}: {reason}; choose another --port."
+        ) from error
+
+
+def _resolve_model(model: str) -> str:
+    """The model's name in the store, added there once rather than by every child."""
+    from baton.store import StoreError, resolve  # imported late: `baton --help` stays fast
+
+    try:
+        return resolve(model).name
+    except StoreError as error:
+        raise BatonError(str(error)) from error
+
+
+async def _run(settings: UpSettings, site: Site) -> int:
+    redis = EmbeddedRedis()
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.redis_url is None:
+            stack.push_async_callback(redis.stop)
+            url = await redis.start()
+        else:
+            url = settings.redis_url
+            await _check_redis(url)
+        specs = plan(settings, dataclasses.replace(site, redis_url=url))
+        log = MergedLog([spec.name for spec in specs], raw=bool(settings.log_json))
+        supervisor = Supervisor(specs, log.say, stop_timeout_s=settings.stop_timeout_s)
+        _stop_on_signals(supervisor, log)
+        helpers = [_announce_ready(settings, site, log)]
+        if settings.redis_url is None:
+            helpers.append(_keep_redis(redis, url, log))
+        failure = await _with_helpers(supervisor, helpers)
+    if failure is not None:
+        raise BatonError(failure)
+    log.say("baton", "stopped")
+    return 0
+
+
+async def _with_helpers(
+    supervisor: Supervisor, helpers: Sequence[Coroutine[Any, Any, None]]
+) -> str | None:
+    tasks = [asyncio.create_task(helper) for helper in helpers]
+    try:
+        return await supervisor.run()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _check_redis(url: str) -> None:
+    registry = Registry(url)
+    try:
+        await registry.ping()
+    except RegistryUnavailable as error:
+        raise BatonError(f"Cannot reach the Redis of --redis {url}. {error}") from error
+    finally:
+        await registry.close()
+
+
+def _stop_on_signals(supervisor: Supervisor, log: MergedLog) -> None:
+    loop = asyncio.get_running_loop()
+    asked_at: float | None = None
+
+    def ask() -> None:
+        nonlocal asked_at
+        if asked_at is not None and loop.time() < asked_at + SAME_REQUEST_S:
+            return
+        again, asked_at = asked_at is not None, loop.time()
+        log.say("baton", "stopping at once" if again else "stopping; once more stops at once")
+        supervisor.stop()
+
+    loop.add_signal_handler(signal.SIGINT, ask)
+    loop.add_signal_handler(signal.SIGTERM, ask)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps it running
+        loop.add_signal_handler(signal.SIGHUP, ask)
+
+
+async def _announce_ready(settings: UpSettings, site: Site, log: MergedLog) -> None:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{site.port}"
+    started = time.monotonic()
+    log.say("baton", f"starting {settings.prefill} prefill and {settings.decode} decode workers")
+    if await _is_ready(url, settings.ready_timeout_s):
+        log.say("baton", f"Baton is ready at {url}")
+        for line in sample_request(url, settings.served_model_name or site.model).splitlines():
+            log.say("baton", line)
+        log.say("baton", f"(after {time.monotonic() - started:.1f} s; Ctrl-C stops everything)")
+    else:
+        log.say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")
+
+
+async def _is_ready(url: str, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"{url}/health/ready")).status_code == 200:
+                    return True
+            await asyncio.sleep(READY_POLL_S)  # another process: there is nothing to wait on
+    return False
+
+
+def sample_request(url: str, model: str) -> str:
+    return (
+        f"curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'  -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
+    )
+
+
+async def _keep_redis(redis: EmbeddedRedis, url: str, log: MergedLog) -> None:
+    port = int(url.rsplit(":", 1)[1].split("/")[0])
+    while True:
+        await redis.exited.wait()
+        log.say("baton", "redis ended; starting it again")
+        await redis.stop()
+        try:
+            await redis.start(port)
+        except BatonError as error:
+            log.say("baton", str(error))
+            await asyncio.sleep(1.0)

@@ -1,0 +1,87 @@
+"""What `baton up` starts: one ChildSpec per process, computed from settings, cores and model.
+
+Pure: reads no clock, no network, no files. The router stops first so that requests in flight
+still find their workers.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.cli.child_process import ChildSpec
+from baton.cli.cores import share_cores
+from baton.cli.up_settings import ROUTER_FIELDS, SHARED_FIELDS, WORKER_FIELDS, UpSettings
+from baton.cluster.values import format_cores
+
+ROUTER_STOP_STAGE, WORKER_STOP_STAGE = 0, 1
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is settled before the children start."""
+
+    redis_url: str
+    port: int
+    model: str
+    cores: tuple[int, ...]
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(settings: UpSettings, site: Site) -> list[ChildSpec]:
+    """The router, then prefill workers, then decode workers."""
+    roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode
+    shares = share_cores(site.cores, len(roles)) if roles else []
+    workers = [
+        _worker(settings, site, role, roles[:index].count(role), cores)
+        for index, (role, cores) in enumerate(zip(roles, shares, strict=True))
+    ]
+    return [_router(settings, site), *workers]
+
+
+def _router(settings: UpSettings, site: Site) -> ChildSpec:
+    flags = {
+        "host": settings.host,
+        "port": site.port,
+        **settings.passed_on(ROUTER_FIELDS + SHARED_FIELDS, site.given),
+    }
+    argv = _command("router", settings, site, flags)
+    return ChildSpec("router", argv, _environment(1), ROUTER_STOP_STAGE)
+
+
+def _worker(
+    settings: UpSettings, site: Site, role: str, index: int, cores: tuple[int, ...]
+) -> ChildSpec:
+    threads = settings.threads_per_worker or len(cores)
+    flags = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "worker_id": f"{role}-{index}",
+        "cores": format_cores(cores),
+        "threads": threads,
+        **settings.passed_on(WORKER_FIELDS + SHARED_FIELDS, site.given),
+    }
+    argv = _command(f"{role}_service", settings, site, flags)
+    return ChildSpec(f"{role}-{index}", argv, _environment(threads), WORKER_STOP_STAGE)
+
+
+def _command(
+    module: str, settings: UpSettings, site: Site, flags: dict[str, Any]
+) -> tuple[str, ...]:
+    common: dict[str, Any] = {"redis_url": site.redis_url, "model": site.model}
+    if settings.config is not None:
+        common["config"] = settings.config
+    lines = [_flag(name, value) for name, value in (common | flags).items()]
+    return (sys.executable, "-m", module, *lines)
+
+
+def _flag(name: str, value: Any) -> str:
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{dashed}" if value else f"--no-{dashed}"
+    return f"--{dashed}={value}"
+
+
+def _environment(threads: int) -> dict[str, str]:
+    variables = {name: str(threads) for name in _THREAD_VARIABLES}
+    return {**variables, "PYTHONUNBUFFERED": "1"}

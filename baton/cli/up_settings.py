@@ -1,0 +1,87 @@
+"""The settings of `baton up`: how many of what, and what is passed on to every child.
+
+Settings of the children given as flags here are passed on as flags; what stands in BATON_*
+variables or in the TOML file reaches the children by itself, role tables included.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from baton.cluster.settings import (
+    BlockSize,
+    Count,
+    DType,
+    LogLevel,
+    Name,
+    Port,
+    RedisUrl,
+    Seconds,
+    Size,
+    WhenNoPrefill,
+)
+from baton.cluster.settings_source import Settings, option
+
+WorkerCount = Annotated[int, Field(ge=0, le=64)]
+_COUNT = "a whole number of at least 1"
+_WORKERS = "a whole number from 0 to 64"
+WORKER_FIELDS = (
+    "dtype",
+    "kv_memory",
+    "num_blocks",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "chunk_size",
+    "enable_prefix_cache",
+)
+ROUTER_FIELDS = ("max_running", "served_model_name", "when_no_prefill")
+SHARED_FIELDS = ("max_queue", "log_level", "log_json")
+
+
+class UpSettings(Settings):
+    """A whole cluster on this machine: Redis, a router, prefill and decode workers."""
+
+    table: ClassVar[str] = "up"
+    prefill: WorkerCount = option(1, "prefill workers", _WORKERS)
+    decode: WorkerCount = option(1, "decode workers", _WORKERS)
+    host: Name = option("127.0.0.1", "address of the HTTP port", "a host name or address")
+    port: Port = option(8000, "HTTP port", "a port from 0 (any free one) to 65535")
+    redis_url: RedisUrl | None = option(
+        None,
+        "Redis to use (default: one of its own)",
+        "a URL such as redis://127.0.0.1:6379/0",
+        "--redis",
+    )
+    model: str = option(
+        "smollm2", "name in the model store, path or hub id", "a model's name, path or hub id"
+    )
+    threads_per_worker: Count | None = option(
+        None, "compute threads of a worker (default: its share of the cores)", _COUNT
+    )
+    stop_timeout_s: Seconds = option(
+        30.0, "longest wait for a graceful stop", "a positive number of seconds"
+    )
+    ready_timeout_s: Seconds = option(
+        600.0, "longest wait until it can serve", "a positive number of seconds"
+    )
+    dtype: DType | None = option(None, "as for a worker", "bfloat16 or float32")
+    kv_memory: Size | None = option(None, "as for a worker, each", "a size such as 512MiB or 2GiB")
+    num_blocks: Count | None = option(None, "as for a worker", _COUNT)
+    block_size: BlockSize | None = option(None, "as for a worker", "a power of two from 1 to 256")
+    max_model_len: Count | None = option(None, "as for a worker", _COUNT)
+    max_num_seqs: Count | None = option(None, "as for a worker", _COUNT)
+    chunk_size: Count | None = option(None, "as for a worker", _COUNT)
+    enable_prefix_cache: bool | None = option(None, "as for a worker", "true or false")
+    max_queue: Count | None = option(None, "as for router and workers", _COUNT)
+    max_running: Count | None = option(None, "as for the router", _COUNT)
+    served_model_name: Name | None = option(None, "as for the router", "a name without spaces")
+    when_no_prefill: WhenNoPrefill | None = option(None, "as for the router", "refuse or decode")
+    log_level: LogLevel | None = option(
+        None, "as for every process", "debug, info, warning or error"
+    )
+    log_json: bool | None = option(None, "as for every process", "true or false")
+
+    def passed_on(self, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
+        """The checked values of `names` among the flags that were given."""
+        return {name: getattr(self, name) for name in names if name in given}
