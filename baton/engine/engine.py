@@ -36,39 +36,47 @@ class StepFailed(Exception):
 
 
 class Engine(Generic[S]):
-    """Owns the block manager and the scheduler; `changed` is notified when there may be work."""
+    """Owns the block manager and the scheduler; other threads change them by `apply`."""
 
     def __init__(
         self, scheduler: S, blocks: BlockManager, runner: Runner, sampler: Sampler
     ) -> None:
         self.scheduler = scheduler
         self.blocks = blocks
-        self.changed = threading.Condition()
+        self.version = 0
+        """Grows with every change from outside the step; see `wait_for_change`."""
         self._runner = runner
         self._sampler = sampler
+        self._changed = threading.Condition()
         self.tokens_generated = 0
 
     def step(self) -> list[StepOutput] | None:
         """Computes one batch; None when nothing can run now."""
-        with self.changed:
+        with self._changed:
             batch = self.scheduler.schedule()
         if batch is None:
             return None
         try:
             sampled = self._sampler.sample(self._runner.run(batch), batch)
         except Exception as error:
-            with self.changed:
+            with self._changed:
                 raise StepFailed(self.scheduler.fail(batch)) from error
-        with self.changed:
+        with self._changed:
             self.tokens_generated += sum(map(len, sampled))
             return self.scheduler.postprocess(batch, sampled)
 
     def apply(self, change: Callable[[], T]) -> T:
         """Runs a change of scheduler or blocks under the lock and wakes the stepping thread."""
-        with self.changed:
+        with self._changed:
             result = change()
-            self.changed.notify_all()
+            self.version += 1
+            self._changed.notify_all()
             return result
+
+    def wait_for_change(self, seen: int) -> None:
+        """Sleeps until `version` is beyond `seen`, read before the step that found no work."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version != seen)
 
     def add(self, seq: Sequence) -> None:
         self.apply(lambda: self.scheduler.add(seq))

@@ -100,7 +100,11 @@ class Scheduler:
                 self.blocks.release_sequence(item.seq)
                 continue
             self._advance(item)
-            outputs += self._accept(item.seq, tokens) if tokens else [StepOutput(item.seq)]
+            if tokens:
+                outputs += self._accept(item.seq, tokens)
+            else:
+                computed = item.seq.num_computed_tokens
+                outputs.append(StepOutput(item.seq, num_computed_tokens=computed))
         return outputs
 
     def fail(self, batch: ScheduledBatch) -> list[Sequence]:

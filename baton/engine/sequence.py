@@ -94,6 +94,7 @@ class Sequence:
         child.block_table = list(self.block_table)
         child._hashes = list(self._hashes)
         child.choices = (choice,)
+        child.num_preemptions = child.num_recomputed_tokens = 0
         return child
 
 
@@ -139,3 +140,5 @@ class StepOutput:
     index: int = 0
     """Position of the token in the choice's output."""
     finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    """Tokens of a prompt in progress whose KV is complete."""

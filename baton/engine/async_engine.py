@@ -1,0 +1,110 @@
+"""An engine on a thread of its own, and its outputs as asyncio streams.
+
+The thread steps while there is work and sleeps on the engine's condition otherwise. Each
+request (group) has one stream; a stream holds at most the tokens its request may generate,
+so it needs no other bound.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from baton.engine.engine import Engine, StepFailed
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import StepOutput
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=Scheduler)
+
+
+class EngineFailed(Exception):
+    """The step that should have given this stream its tokens failed."""
+
+
+class Stream:
+    """Outputs of one request, a list per step."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[list[StepOutput] | EngineFailed] = asyncio.Queue()
+
+    def put(self, item: list[StepOutput] | EngineFailed) -> None:
+        self._queue.put_nowait(item)
+
+    async def next(self) -> list[StepOutput]:
+        item = await self._queue.get()
+        if isinstance(item, EngineFailed):
+            raise item
+        return item
+
+
+class AsyncEngine(Generic[S]):
+    """`start` inside a running event loop; `stop` joins the thread."""
+
+    def __init__(self, engine: Engine[S]) -> None:
+        self.engine = engine
+        self._streams: dict[int, Stream] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends after the step that is running."""
+
+        def set_stopping() -> None:
+            self._stopping = True
+
+        self.engine.apply(set_stopping)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    @contextmanager
+    def stream(self, group: int) -> Iterator[Stream]:
+        """The outputs of `group` while the context is open; on leaving, what is left of the
+        group in the engine ends and its blocks go back."""
+        stream = self._streams[group] = Stream()
+        try:
+            yield stream
+        finally:
+            del self._streams[group]
+            self.engine.end(group)
+
+    def publish(self, outputs: list[StepOutput]) -> None:
+        """Puts outputs that no step made (a stopped choice) into their streams."""
+        by_group: dict[int, list[StepOutput]] = {}
+        for output in outputs:
+            by_group.setdefault(output.seq.group, []).append(output)
+        for group, mine in by_group.items():
+            if group in self._streams:
+                self._streams[group].put(mine)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            version = self.engine.version
+            try:
+                outputs = self.engine.step()
+            except StepFailed as failure:
+                log.exception("a step failed", exc_info=failure.__cause__)
+                self._call(self._fail, {seq.group for seq in failure.sequences})
+                continue
+            if outputs is None:
+                self.engine.wait_for_change(version)
+            elif outputs:
+                self._call(self.publish, outputs)
+
+    def _call(self, function, *args) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to read
+            self._stopping = True
+
+    def _fail(self, groups: set[int]) -> None:
+        for group in groups & self._streams.keys():
+            self._streams[group].put(EngineFailed("the engine could not compute a step"))
+            # Choices outside the failed batch end with their request.
+            self.engine.end(group)

@@ -1,0 +1,54 @@
+"""The requests a worker is busy with, its totals, and how it stops taking more."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+class Draining(Exception):
+    """The worker takes no new work."""
+
+
+@dataclass
+class TransferCounters:
+    """Hand-offs since the start of the process; see WorkerCounters in worker.proto."""
+
+    handoffs: int = 0
+    handoffs_failed: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    in_flight: int = 0
+
+
+class Activity:
+    """Counts running requests. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.transfers = TransferCounters()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        if self.draining:
+            raise Draining("this worker is draining and takes no new requests")
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests from now on; True when none is running any more."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True

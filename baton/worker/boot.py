@@ -1,0 +1,116 @@
+"""From settings to a model in memory and an engine around it.
+
+Everything that can be wrong with the machine or the model is found here, before the worker
+announces itself, and raised as SettingsError with what to do about it.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import psutil
+import torch
+
+from baton.cluster.errors import SettingsError
+from baton.cluster.settings import WorkerSettings
+from baton.engine.block_manager import BlockManager
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
+from baton.engine.loader import load_model
+from baton.engine.model_config import ModelConfig
+from baton.engine.model_runner import ModelRunner
+from baton.engine.sampler import Sampler
+from baton.engine.scheduler import Scheduler
+from baton.store import StoredModel, StoreError, resolve
+
+S = TypeVar("S", bound=Scheduler)
+
+
+@dataclass(frozen=True)
+class Parts(Generic[S]):
+    """A loaded worker: the engine and what its surroundings need to know of it."""
+
+    engine: Engine[S]
+    cache: KVCache
+    config: EngineConfig
+    vocab_size: int
+    model: StoredModel
+
+
+def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
+    """Pins the process, loads the model, makes the KV pool."""
+    _take_cores(settings)
+    try:
+        stored = resolve(settings.model, progress=False)
+        model_config = ModelConfig.from_hf(json.loads((stored.path / "config.json").read_text()))
+        layout = KVLayout.of(model_config, settings.block_size, settings.dtype, stored.fingerprint)
+        num_blocks = _num_blocks(settings, layout)
+        model, model_config = load_model(stored.path, settings.dtype)
+    except (StoreError, ValueError) as error:
+        raise SettingsError(str(error)) from error
+    config = _engine_config(settings, model_config, num_blocks, stored)
+    cache = KVCache(layout, num_blocks)
+    blocks = BlockManager(num_blocks, settings.block_size, settings.enable_prefix_cache)
+    engine = Engine(
+        scheduler_type(config, blocks),
+        blocks,
+        ModelRunner(model, cache),
+        Sampler(config.eos_token_ids),
+    )
+    return Parts(engine, cache, config, model_config.vocab_size, stored)
+
+
+def _take_cores(settings: WorkerSettings) -> None:
+    if settings.cores is not None:
+        try:
+            os.sched_setaffinity(0, settings.cores)
+        except OSError as error:
+            allowed = sorted(os.sched_getaffinity(0))
+            raise SettingsError(
+                f"--cores {settings.cores} cannot be used: this process may run on {allowed}"
+            ) from error
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+
+
+def _num_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
+    block_bytes = layout.bytes_per_block
+    num_blocks = settings.num_blocks or settings.kv_memory // block_bytes
+    if num_blocks < 1:
+        raise SettingsError(
+            f"--kv-memory of {settings.kv_memory} bytes holds no KV block of {block_bytes} bytes; "
+            f"give at least {block_bytes}"
+        )
+    need, free = num_blocks * block_bytes, psutil.virtual_memory().available
+    if need > free:
+        raise SettingsError(
+            f"too little memory for the KV pool: {num_blocks} blocks need {need / 2**20:.0f} MiB, "
+            f"{free / 2**20:.0f} MiB are free; lower --kv-memory or --num-blocks"
+        )
+    return num_blocks
+
+
+def _engine_config(
+    settings: WorkerSettings, model: ModelConfig, num_blocks: int, stored: StoredModel
+) -> EngineConfig:
+    longest = model.max_position_embeddings
+    if settings.max_model_len is not None and settings.max_model_len > longest:
+        raise SettingsError(
+            f"--max-model-len {settings.max_model_len} is beyond the model's context of {longest}"
+        )
+    try:
+        return EngineConfig(
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len or longest,
+            chunk_size=settings.chunk_size,
+            max_queue=settings.max_queue,
+            enable_prefix_cache=settings.enable_prefix_cache,
+            eos_token_ids=model.eos_token_ids,
+            fingerprint=stored.fingerprint,
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error

@@ -1,0 +1,51 @@
+"""The single place where a worker's exception becomes a gRPC status."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from baton.engine.async_engine import EngineFailed
+from baton.engine.block_manager import NoFreeBlocks
+from baton.engine.scheduler import QueueFull
+from baton.engine.transfer.base import HandoffDamaged, HandoffError, HandoffLost, HandoffRefused
+from baton.worker.activity import Draining
+
+log = logging.getLogger(__name__)
+
+
+class LeaseExpired(Exception):
+    """A reservation waited too long for its hand-off."""
+
+
+_STATUS: list[tuple[type[Exception], grpc.StatusCode]] = [
+    (NoFreeBlocks, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Draining, grpc.StatusCode.UNAVAILABLE),
+    (LeaseExpired, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (HandoffRefused, grpc.StatusCode.FAILED_PRECONDITION),
+    (HandoffDamaged, grpc.StatusCode.DATA_LOSS),
+    (HandoffLost, grpc.StatusCode.UNAVAILABLE),
+    (HandoffError, grpc.StatusCode.UNAVAILABLE),
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+    (EngineFailed, grpc.StatusCode.INTERNAL),
+]
+
+
+@asynccontextmanager
+async def status_of_faults(
+    context: grpc.aio.ServicerContext, request_id: str
+) -> AsyncIterator[None]:
+    """Ends the call with the status of a known fault; an unknown one is logged and INTERNAL."""
+    try:
+        yield
+    except tuple(kind for kind, _ in _STATUS) as error:
+        code = next(code for kind, code in _STATUS if isinstance(error, kind))
+        log.info("request=%s refused: %s: %s", request_id, code.name, error)
+        await context.abort(code, str(error))
+    except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+        raise
+    except Exception:
+        log.exception("request=%s failed", request_id)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the worker's log")

@@ -1,0 +1,106 @@
+"""The life of a worker process: listen, announce, run until told to stop, drain, leave.
+
+First SIGTERM or SIGINT: stop taking work and finish what runs, within the drain deadline. A
+second one: stop at once.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from baton.cluster.errors import SettingsError
+from baton.cluster.registry import Announcer, Registry
+from baton.cluster.rpc import AddServicer, make_server
+from baton.cluster.settings import fail
+from baton.engine.async_engine import AsyncEngine
+from baton.v1 import worker_pb2_grpc
+from baton.worker.status import WorkerServicer, WorkerStatus
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0
+
+
+class StopSignals:
+    """Counts SIGTERM and SIGINT as two events, in order."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request)
+
+    def request(self) -> None:
+        (self.now if self.drain.is_set() else self.drain).set()
+
+
+def run_worker(
+    boot: Callable[[], T], serve_parts: Callable[[T, StopSignals], Awaitable[None]]
+) -> int:
+    """Boots, then serves until stopped. 0 after an orderly stop, 2 when a setting is wrong."""
+
+    async def run(parts: T) -> None:
+        signals = StopSignals()
+        signals.install()
+        await serve_parts(parts, signals)
+
+    try:
+        asyncio.run(run(boot()))
+    except SettingsError as error:
+        return fail(error)
+    return 0
+
+
+async def serve(
+    status: WorkerStatus,
+    engine: AsyncEngine,
+    servicers: Sequence[AddServicer],
+    service_names: Sequence[str],
+    signals: StopSignals,
+) -> None:
+    """Runs one worker until a stop signal has been obeyed."""
+    settings = status.settings
+    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status))
+    server, port = await make_server(
+        [*servicers, own], f"{settings.host}:{settings.port}", [*service_names, "baton.v1.Worker"]
+    )
+    status.address = settings.advertised(port)
+    registry = Registry(settings.redis_url)
+    announcer = Announcer(registry, status.record)
+    engine.start()
+    await server.start()
+    await announcer.start()
+    log.info("ready role=%s id=%s address=%s", status.role, settings.worker_id, status.address)
+    try:
+        await signals.drain.wait()
+        await _drain(status, announcer, signals)
+    finally:
+        # Leave the registry before the port closes, so that routers stop sending first.
+        await announcer.stop()
+        await registry.close()
+        await server.stop(STOP_GRACE_S)
+        await engine.stop()
+    log.info("stopped id=%s", settings.worker_id)
+
+
+async def _drain(status: WorkerStatus, announcer: Announcer, signals: StopSignals) -> None:
+    log.info("draining id=%s", status.settings.worker_id)
+    drained = asyncio.create_task(status.activity.drain(status.settings.drain_timeout_s))
+    await asyncio.sleep(0)  # let the task set `draining` before it is announced
+    announcer.announce_now()
+    stop_now = asyncio.create_task(signals.now.wait())
+    await asyncio.wait({drained, stop_now}, return_when=asyncio.FIRST_COMPLETED)
+    stop_now.cancel()
+    if not drained.done():
+        drained.cancel()
+        log.warning("stopping at once id=%s", status.settings.worker_id)
+    elif not drained.result():
+        log.warning("the drain deadline passed; what still runs is cut off")

@@ -1,0 +1,111 @@
+"""Protobuf to engine types and back. Raises ValueError, naming the field, for what no engine
+may see; nothing else in a worker knows protobuf.
+"""
+
+from collections.abc import Sequence as ListOf
+from dataclasses import fields
+
+from baton.engine.kv_layout import KVLayout
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.sequence import FinishReason, SampledToken, StepOutput
+from baton.engine.transfer.base import FirstToken
+from baton.v1 import common_pb2 as pb
+
+_REASON_TO_PB = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_REASON_FROM_PB = {value: key for key, value in _REASON_TO_PB.items()}
+
+
+def prompt_from_pb(token_ids: ListOf[int], vocab_size: int) -> list[int]:
+    prompt = list(token_ids)
+    if not prompt:
+        raise ValueError("prompt_token_ids must not be empty")
+    if max(prompt) >= vocab_size:
+        raise ValueError(f"prompt_token_ids: {max(prompt)} is outside the vocabulary {vocab_size}")
+    return prompt
+
+
+def sampling_from_pb(message: pb.SamplingParams, vocab_size: int) -> SamplingParams:
+    """`vocab_size` bounds every token id."""
+    for name, least in (("n", 1), ("max_tokens", 1)):
+        if getattr(message, name) < least:
+            raise ValueError(f"sampling.{name} must be at least {least}")
+    for name in ("temperature", "top_p", "min_p"):
+        if not 0 <= getattr(message, name) < float("inf"):
+            raise ValueError(f"sampling.{name} must be a number of at least 0")
+    if not 0 < message.repetition_penalty < float("inf"):
+        raise ValueError("sampling.repetition_penalty must be above 0")
+    for name, ids in (
+        ("logit_bias", message.logit_bias),
+        ("stop_token_ids", message.stop_token_ids),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise ValueError(f"sampling.{name}: {max(ids)} is outside the vocabulary {vocab_size}")
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        n=message.n,
+        logprobs=min(message.logprobs, vocab_size) if message.HasField("logprobs") else None,
+    )
+
+
+def _token_to_pb(
+    choice: int, token: SampledToken, index: int, reason: FinishReason | None
+) -> pb.Token:
+    message = pb.Token(
+        choice=choice, token_id=token.token_id, index=index, finish_reason=_REASON_TO_PB[reason]
+    )
+    if token.logprob is not None:
+        message.logprobs.logprob = token.logprob
+        message.logprobs.top_token_ids.extend(token_id for token_id, _ in token.top)
+        message.logprobs.top_logprobs.extend(logprob for _, logprob in token.top)
+    return message
+
+
+def output_to_pb(output: StepOutput) -> pb.Token:
+    if output.token is None:
+        raise ValueError("an output without a token has no message")
+    return _token_to_pb(output.choice, output.token, output.index, output.finish_reason)
+
+
+def first_token_to_pb(first: FirstToken) -> pb.Token:
+    return _token_to_pb(first.choice, first.token, 0, first.finish_reason)
+
+
+def first_token_from_pb(message: pb.Token) -> FirstToken:
+    logprob = message.logprobs.logprob if message.HasField("logprobs") else None
+    ids, values = message.logprobs.top_token_ids, message.logprobs.top_logprobs
+    top = tuple(zip(ids, values, strict=True))
+    token = SampledToken(message.token_id, logprob, top)
+    return FirstToken(message.choice, token, _REASON_FROM_PB[message.finish_reason])
+
+
+_LAYOUT_FIELDS = [field.name for field in fields(KVLayout) if field.name != "layer_kinds"]
+
+
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    return pb.KVLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+
+
+def layout_difference(mine: KVLayout, theirs: pb.KVLayout) -> str | None:
+    """The first field in which two caches differ, with both values; None when they match.
+    `layer_kinds` follows from the fingerprint."""
+    for name in _LAYOUT_FIELDS:
+        here, there = getattr(mine, name), getattr(theirs, name)
+        if here != there:
+            return f"{name} is {here!r} here and {there!r} at the sender"
+    return None

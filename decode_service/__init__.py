@@ -1,0 +1,1 @@
+"""The decode worker: promises room, receives KV caches, generates tokens."""

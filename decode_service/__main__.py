@@ -1,0 +1,43 @@
+"""`python -m decode_service --flags`: one decode worker."""
+
+import sys
+from functools import partial
+
+from baton.cluster.logging import configure
+from baton.cluster.settings import DecodeSettings, load_or_exit
+from baton.cluster.workers import Role, new_incarnation
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.scheduler import DecodeScheduler
+from baton.v1 import decode_pb2_grpc, kv_pb2_grpc
+from baton.worker.activity import Activity
+from baton.worker.boot import Parts, boot
+from baton.worker.lifecycle import StopSignals, run_worker, serve
+from baton.worker.status import WorkerStatus
+from decode_service.server import DecodeServicer, KVTransferServicer
+from decode_service.worker import DecodeWorker
+
+
+async def serve_decode(
+    settings: DecodeSettings, parts: Parts[DecodeScheduler], signals: StopSignals
+) -> None:
+    """Runs one decode worker in this event loop until `signals` say stop."""
+    engine, activity = AsyncEngine(parts.engine), Activity()
+    worker = DecodeWorker(engine, parts.cache, activity, settings.lease_s)
+    status = WorkerStatus(Role.DECODE, settings, new_incarnation(), parts, activity)
+    decode = DecodeServicer(worker, status, parts.vocab_size)
+    transfer = KVTransferServicer(worker, parts.cache.layout, status.incarnation, settings.lease_s)
+    servicers = [
+        partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode),
+        partial(kv_pb2_grpc.add_KVTransferServicer_to_server, transfer),
+    ]
+    await serve(status, engine, servicers, ["baton.v1.Decode", "baton.v1.KVTransfer"], signals)
+
+
+def main(settings: DecodeSettings) -> int:
+    """Exit status: 0 after an orderly stop, 2 when the settings cannot work."""
+    configure(settings.log_level, settings.log_json, settings.worker_id)
+    return run_worker(lambda: boot(settings, DecodeScheduler), partial(serve_decode, settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(load_or_exit(DecodeSettings, sys.argv[1:], "decode_service")))

@@ -1,0 +1,185 @@
+"""Decode's promises of room, from the request to the committed hand-off. No torch, no I/O.
+
+A reservation pins the prompt's cached prefix and promises the number of blocks still missing;
+they are taken when the first frame arrives, so a queue at prefill does not idle memory.
+
+    reserved --open--> receiving --commit--> committed
+        ^                  |                     |
+        +------abort-------+        cancel: from any state, once
+
+Owners: while reserved, the pinned prefix belongs to the reservation; while receiving, all
+blocks belong to the open hand-off, and only its end gives them back, so that no writer is
+ever left with blocks of somebody else; once committed they belong to the sequences.
+Each `open` must carry a generation newer than the last one: late attempts are refused.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.engine.block_manager import NoFreeBlocks
+from baton.engine.engine import Engine
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import DecodeScheduler
+from baton.engine.sequence import Sequence
+from baton.engine.transfer.base import FirstToken, HandoffRefused
+
+
+class State(Enum):
+    RESERVED = auto()
+    RECEIVING = auto()
+    COMMITTED = auto()
+    CANCELLED = auto()
+
+
+@dataclass
+class Reservation:
+    """`seq.block_table` holds what the reservation owns at the moment."""
+
+    seq: Sequence
+    num_held: int
+    """Leading prompt blocks that were in the prefix cache, now pinned."""
+    num_promised: int
+    next_generation: int = 0
+    state: State = State.RESERVED
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    first_tokens: tuple[FirstToken, ...] = ()
+    on_committed: Callable[[], None] = lambda: None
+    on_frame: Callable[[], None] = lambda: None
+    """The sender is alive: renews the lease."""
+    on_cancelled: Callable[[], object] = lambda: None
+    """Set by the open hand-off: ends its receiving at once."""
+
+
+class Reservations:
+    """All verbs run on the event loop and take the engine's lock for bookkeeping only."""
+
+    def __init__(self, engine: Engine[DecodeScheduler]) -> None:
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._blocks = engine.blocks
+        self._open: dict[str, Reservation] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def sequence(self, prompt: list[int], sampling: SamplingParams, cache_salt: str) -> Sequence:
+        """Raises ValueError when the request can never fit this worker."""
+        config = self._scheduler.config
+        longest = len(prompt) + sampling.max_tokens
+        if longest > config.capacity:
+            raise ValueError(
+                f"prompt ({len(prompt)}) plus max_tokens ({sampling.max_tokens}) can never fit "
+                f"this worker's {config.capacity} tokens"
+            )
+        return Sequence(prompt, sampling, fingerprint=config.fingerprint, cache_salt=cache_salt)
+
+    def reserve(self, seq: Sequence) -> Reservation:
+        """Raises NoFreeBlocks when there is no room now."""
+        reservation = self._engine.apply(lambda: self._reserve(seq))
+        self._open[reservation.id] = reservation
+        return reservation
+
+    def find(self, reservation_id: str) -> Reservation | None:
+        return self._open.get(reservation_id)
+
+    def open(self, reservation_id: str, generation: int) -> Reservation:
+        """Takes the promised blocks for a hand-off; raises HandoffRefused."""
+        reservation = self._open.get(reservation_id)
+        if reservation is None:
+            raise HandoffRefused(f"reservation {reservation_id} is unknown or has ended")
+        if generation < reservation.next_generation:
+            raise HandoffRefused(
+                f"generation {generation} is late, {reservation.next_generation} is next"
+            )
+        if reservation.state is not State.RESERVED:
+            raise HandoffRefused(f"the reservation is {reservation.state.name.lower()} already")
+        self._engine.apply(lambda: self._take_blocks(reservation))
+        reservation.next_generation = generation + 1
+        reservation.state = State.RECEIVING
+        return reservation
+
+    def abort(self, reservation: Reservation) -> None:
+        """The open hand-off has ended without commit and writes no more."""
+        if reservation.state is State.RECEIVING:
+            self._engine.apply(lambda: self._promise_again(reservation))
+            reservation.state = State.RESERVED
+        elif reservation.state is State.CANCELLED:
+            self._engine.apply(lambda: self._release(reservation))
+
+    def commit(self, reservation: Reservation, first_tokens: tuple[FirstToken, ...]) -> None:
+        """All KV has landed: the live choices join the running batch."""
+        if reservation.state is not State.RECEIVING:
+            raise HandoffRefused("the request has ended")
+        self._engine.apply(lambda: self._join(reservation, first_tokens))
+        reservation.state = State.COMMITTED
+        reservation.first_tokens = first_tokens
+        reservation.on_committed()
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Ends a reservation whatever its state; its sequences end with their stream."""
+        self._open.pop(reservation.id, None)
+        state, reservation.state = reservation.state, State.CANCELLED
+        if state is State.RESERVED:
+            self._engine.apply(lambda: self._drop(reservation))
+        elif state is State.RECEIVING:
+            reservation.on_cancelled()
+
+    # --- under the engine's lock ------------------------------------------------------------
+
+    def _reserve(self, seq: Sequence) -> Reservation:
+        scheduler, blocks = self._scheduler, self._blocks
+        choices = sum(len(s.choices) for s in scheduler.running) + len(seq.choices)
+        if choices + scheduler.num_promised_seqs > scheduler.config.max_num_seqs:
+            raise NoFreeBlocks(f"{scheduler.config.max_num_seqs} sequences run or are promised")
+        if scheduler.waiting:
+            raise NoFreeBlocks(f"{len(scheduler.waiting)} sequences wait for blocks")
+        held = blocks.reusable_prefix(seq)
+        # One more block per choice, so that it is not preempted as soon as it starts.
+        wanted = blocks.blocks_for(seq.num_prompt_tokens) + len(seq.choices)
+        promised = min(wanted, blocks.num_blocks) - len(held)
+        if not blocks.can_take(promised, held):
+            raise NoFreeBlocks(f"{promised} blocks needed, {blocks.num_available} available")
+        blocks.acquire(held)
+        blocks.promise(promised)
+        scheduler.num_promised_seqs += len(seq.choices)
+        seq.block_table = held
+        return Reservation(seq, len(held), promised)
+
+    def _take_blocks(self, reservation: Reservation) -> None:
+        seq = reservation.seq
+        self._blocks.withdraw_promise(reservation.num_promised)
+        missing = self._blocks.blocks_for(seq.num_prompt_tokens) - reservation.num_held
+        seq.block_table = seq.block_table + self._blocks.allocate(missing)
+
+    def _promise_again(self, reservation: Reservation) -> None:
+        seq = reservation.seq
+        self._blocks.release(seq.block_table[reservation.num_held :])
+        seq.block_table = seq.block_table[: reservation.num_held]
+        # Others may have grown meanwhile; the blocks just freed are promised in any case.
+        reservation.num_promised = min(reservation.num_promised, self._blocks.num_available)
+        self._blocks.promise(reservation.num_promised)
+
+    def _drop(self, reservation: Reservation) -> None:
+        self._blocks.withdraw_promise(reservation.num_promised)
+        self._release(reservation)
+
+    def _release(self, reservation: Reservation) -> None:
+        self._scheduler.num_promised_seqs -= len(reservation.seq.choices)
+        self._blocks.release_sequence(reservation.seq)
+
+    def _join(self, reservation: Reservation, first_tokens: tuple[FirstToken, ...]) -> None:
+        seq, scheduler = reservation.seq, self._scheduler
+        scheduler.num_promised_seqs -= len(seq.choices)
+        seq.num_computed_tokens = seq.num_prompt_tokens
+        seq.num_published_blocks = reservation.num_held
+        self._blocks.publish_computed(seq)
+        live = [first for first in first_tokens if first.finish_reason is None]
+        if not live:
+            self._blocks.release_sequence(seq)
+            return
+        children = scheduler.fork(seq, [first.choice for first in live])
+        for child, first in zip(children, live, strict=True):
+            child.token_ids.append(first.token.token_id)
+        scheduler.join(children)

@@ -1,0 +1,204 @@
+"""The work of one decode request: reserve, wait for the KV, stream tokens. Knows no protobuf.
+
+The same engine computes what arrives by hand-off, prompts it prefills itself and what it
+preempted: one mixed batch per step.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.kv_cache import KVCache
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import DecodeScheduler
+from baton.engine.sequence import FinishReason, Sequence, StepOutput
+from baton.worker.activity import Activity
+from baton.worker.faults import LeaseExpired
+from decode_service.incoming import IncomingHandoff
+from decode_service.reservations import Reservation, Reservations
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    prompt: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    prefill_here: bool = False
+
+
+@dataclass(frozen=True)
+class Reserved:
+    id: str
+    held_blocks: tuple[int, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True)
+class Done:
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int
+    handoff_s: float
+    decode_s: float
+
+
+Event = Reserved | list[StepOutput] | Done
+
+
+class _Lease:
+    """Expires unless renewed; `wait` returns when `done` is set."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.done = asyncio.Event()
+        self._lease_s = lease_s
+        self.renew()
+
+    def renew(self) -> None:
+        self._deadline = time.monotonic() + self._lease_s
+
+    async def wait(self) -> None:
+        while not self.done.is_set():
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise LeaseExpired(f"no hand-off was committed within {self._lease_s} s")
+            try:
+                await asyncio.wait_for(self.done.wait(), left)
+            except TimeoutError:
+                continue  # it may have been renewed meanwhile
+
+
+class _Tally:
+    """What one request has come to: which choices have ended, times, recomputes."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._left = set(range(num_choices))
+        self._seqs: dict[int, Sequence] = {}
+        self._reserved_at = self._began_at = time.monotonic()
+        self.num_cached_tokens = 0
+
+    @property
+    def all_ended(self) -> bool:
+        return not self._left
+
+    def begin(self, reservation: Reservation | None) -> None:
+        """Decoding begins; choices that ended on prefill's token are over already."""
+        self._began_at = time.monotonic()
+        if reservation is not None:
+            self._left -= {f.choice for f in reservation.first_tokens if f.finish_reason}
+
+    def add(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            self._seqs[output.seq.seq_id] = output.seq
+            if output.finish_reason is not None:
+                self._left.discard(output.choice)
+
+    def done(self, prefilled_here: bool) -> Done:
+        seqs = self._seqs.values()
+        return Done(
+            num_cached_tokens=max((s.num_cached_tokens for s in seqs if prefilled_here), default=0),
+            num_recomputed_tokens=sum(s.num_recomputed_tokens for s in seqs),
+            num_preemptions=sum(s.num_preemptions for s in seqs),
+            handoff_s=self._began_at - self._reserved_at,
+            decode_s=time.monotonic() - self._began_at,
+        )
+
+
+class DecodeWorker:
+    def __init__(
+        self,
+        engine: AsyncEngine[DecodeScheduler],
+        cache: KVCache,
+        activity: Activity,
+        lease_s: float,
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._activity = activity
+        self._lease_s = lease_s
+        self._reservations = Reservations(engine.engine)
+        self._groups: dict[str, int] = {}
+
+    async def generate(self, job: GenerateJob) -> AsyncGenerator[Event, None]:
+        """Reserved, then tokens by step, then Done. Closing it gives everything back.
+
+        Raises NoFreeBlocks, QueueFull, Draining, LeaseExpired, EngineFailed, or ValueError when
+        the request can never fit."""
+        with self._activity.request():
+            seq = self._reservations.sequence(job.prompt, job.sampling, job.cache_salt)
+            tally = _Tally(job.sampling.n)
+            with self._engine.stream(seq.group) as stream, self._admit(seq, job) as admitted:
+                reserved, lease, reservation = admitted
+                yield reserved
+                await lease.wait()
+                tally.begin(reservation)
+                while not tally.all_ended:
+                    outputs = await stream.next()
+                    tally.add(outputs)
+                    yield [output for output in outputs if output.token is not None]
+            yield tally.done(job.prefill_here)
+
+    def stop_choice(self, reservation_id: str, choice: int) -> bool:
+        """Ends one choice; False when it has ended already or was never known."""
+        group = self._groups.get(reservation_id)
+        if group is None:
+            return False
+        found = self._engine.engine.scheduler.find(group, choice)
+        if not found or not self._engine.engine.end(group, choice):
+            return False
+        ended = StepOutput(found[0], choice=choice, finish_reason=FinishReason.STOP)
+        self._engine.publish([ended])
+        return True
+
+    @asynccontextmanager
+    async def receive(self, reservation_id: str, generation: int) -> AsyncIterator[IncomingHandoff]:
+        """One incoming hand-off; leaving without commit aborts it. Raises HandoffRefused."""
+        reservation = self._reservations.open(reservation_id, generation)
+        handoff = IncomingHandoff(self._reservations, reservation, self._cache)
+        task = asyncio.current_task()
+        if task is not None:
+            reservation.on_cancelled = task.cancel
+        try:
+            yield handoff
+        finally:
+            await handoff.abort()
+            transfers = self._activity.transfers
+            transfers.handoffs += handoff.committed
+            transfers.handoffs_failed += not handoff.committed
+            transfers.blocks += handoff.blocks_received
+            transfers.bytes += handoff.bytes_received
+
+    @contextmanager
+    def _admit(
+        self, seq: Sequence, job: GenerateJob
+    ) -> Iterator[tuple[Reserved, _Lease, Reservation | None]]:
+        """Room for the request, until the context closes."""
+        lease = _Lease(self._lease_s)
+        if job.prefill_here:
+            self._engine.engine.add(seq)
+            lease.done.set()
+            with self._named(secrets.token_hex(16), seq) as name:
+                yield Reserved(name, (), 0.0), lease, None
+            return
+        reservation = self._reservations.reserve(seq)
+        reservation.on_committed = lease.done.set
+        reservation.on_frame = lease.renew
+        held = tuple(range(reservation.num_held))
+        self._activity.transfers.in_flight += 1
+        try:
+            with self._named(reservation.id, seq) as name:
+                yield Reserved(name, held, self._lease_s), lease, reservation
+        finally:
+            self._activity.transfers.in_flight -= 1
+            self._reservations.cancel(reservation)
+
+    @contextmanager
+    def _named(self, name: str, seq: Sequence) -> Iterator[str]:
+        self._groups[name] = seq.group
+        try:
+            yield name
+        finally:
+            del self._groups[name]

@@ -1,0 +1,48 @@
+"""`python -m prefill_service --flags`: one prefill worker."""
+
+import sys
+from functools import partial
+
+from baton.cluster.logging import configure
+from baton.cluster.rpc import ChannelPool
+from baton.cluster.settings import PrefillSettings, load_or_exit
+from baton.cluster.workers import Role, new_incarnation
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.scheduler import PrefillScheduler
+from baton.v1 import prefill_pb2_grpc
+from baton.worker.activity import Activity
+from baton.worker.boot import Parts, boot
+from baton.worker.lifecycle import StopSignals, run_worker, serve
+from baton.worker.status import WorkerStatus
+from prefill_service.server import PrefillServicer
+from prefill_service.worker import PrefillWorker
+
+
+async def serve_prefill(
+    settings: PrefillSettings, parts: Parts[PrefillScheduler], signals: StopSignals
+) -> None:
+    """Runs one prefill worker in this event loop until `signals` say stop."""
+    engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
+    servicer = PrefillServicer(
+        PrefillWorker(engine, parts.cache, activity),
+        channels,
+        parts.cache.layout,
+        parts.vocab_size,
+        settings.handoff_timeout_s,
+    )
+    add = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)
+    status = WorkerStatus(Role.PREFILL, settings, new_incarnation(), parts, activity)
+    try:
+        await serve(status, engine, [add], ["baton.v1.Prefill"], signals)
+    finally:
+        await channels.close()
+
+
+def main(settings: PrefillSettings) -> int:
+    """Exit status: 0 after an orderly stop, 2 when the settings cannot work."""
+    configure(settings.log_level, settings.log_json, settings.worker_id)
+    return run_worker(lambda: boot(settings, PrefillScheduler), partial(serve_prefill, settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(load_or_exit(PrefillSettings, sys.argv[1:], "prefill_service")))

@@ -1,0 +1,80 @@
+"""One outgoing hand-off: ships blocks as soon as they are computed, then commits.
+
+Its task runs beside the computation of later chunks. It reads only blocks whose KV is
+complete and which the sequence still holds: the owner calls `stop` before ending the sequence.
+"""
+
+import asyncio
+from collections.abc import Collection
+
+from baton.engine.kv_cache import KVCache
+from baton.engine.sequence import Sequence, StepOutput
+from baton.engine.transfer.base import Commit, FirstToken, KVSender
+from baton.engine.transfer.payload import read_frame
+from baton.engine.transfer.plan import plan_frames
+
+
+class Handoff:
+    """`held` are the block positions that decode already has. Made on the event loop."""
+
+    def __init__(
+        self, sender: KVSender, cache: KVCache, seq: Sequence, held: Collection[int]
+    ) -> None:
+        self.bytes_sent = 0
+        self.blocks_sent = 0
+        self.num_frames = 0
+        self.committed = False
+        self._sender = sender
+        self._cache = cache
+        self._seq = seq
+        self._held = frozenset(held)
+        self._next_block = 0
+        # Bounded by the number of chunks of a prompt.
+        self._progress: asyncio.Queue[int | tuple[FirstToken, ...]] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run())
+
+    def advance(self, num_computed_tokens: int) -> None:
+        """KV of so many tokens is complete."""
+        self._progress.put_nowait(num_computed_tokens)
+
+    async def complete(self, firsts: tuple[StepOutput, ...]) -> None:
+        """Ships the rest and commits. Raises HandoffError when decode did not take it."""
+        tokens = (
+            FirstToken(output.choice, output.token, output.finish_reason)
+            for output in firsts
+            if output.token is not None
+        )
+        self._progress.put_nowait(tuple(tokens))
+        await asyncio.shield(self._task)
+        self.committed = True
+
+    async def stop(self) -> None:
+        """Ends the task; what was not committed is aborted."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.exception()  # seen: `complete` has raised it, or nobody needs it
+
+    async def _run(self) -> None:
+        block_size = self._cache.layout.block_size
+        try:
+            while isinstance(done := await self._progress.get(), int):
+                await self._send_until(done // block_size)
+            await self._send_until(-(-self._seq.num_prompt_tokens // block_size))
+            await self._sender.commit(Commit(self.num_frames, done))
+        finally:
+            await self._sender.abort()
+
+    async def _send_until(self, end_block: int) -> None:
+        positions = [p for p in range(self._next_block, end_block) if p not in self._held]
+        self._next_block = max(self._next_block, end_block)
+        layout = self._cache.layout
+        layer_block_bytes = layout.bytes_per_block // layout.num_layers
+        for plan in plan_frames(positions, layout.num_layers, layer_block_bytes):
+            frame = await asyncio.to_thread(
+                read_frame, self._cache, plan, self._seq.block_table, self.num_frames
+            )
+            await self._sender.send(frame)
+            self.num_frames += 1
+            self.bytes_sent += memoryview(frame.payload).nbytes
+        self.blocks_sent += len(positions)

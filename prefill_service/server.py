@@ -1,0 +1,68 @@
+"""The Prefill service: protobuf in, protobuf out, errors to statuses. The work is elsewhere."""
+
+from contextlib import aclosing
+from functools import partial
+
+import grpc
+
+from baton.cluster.rpc import ChannelPool
+from baton.engine.kv_layout import KVLayout
+from baton.engine.transfer.base import HandoffError, HandoffLost, KVSender
+from baton.v1 import common_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2 as pb
+from baton.worker.faults import status_of_faults
+from baton.worker.translate import output_to_pb, prompt_from_pb, sampling_from_pb
+from prefill_service.grpc_sender import GrpcSender
+from prefill_service.worker import Done, Event, PrefillJob, PrefillWorker, Started
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    def __init__(
+        self,
+        worker: PrefillWorker,
+        channels: ChannelPool,
+        layout: KVLayout,
+        vocab_size: int,
+        handoff_timeout_s: float,
+    ) -> None:
+        self._worker = worker
+        self._channels = channels
+        self._layout = layout
+        self._vocab_size = vocab_size
+        self._handoff_timeout_s = handoff_timeout_s
+
+    async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
+        async with status_of_faults(context, request.request_id):
+            try:
+                async with aclosing(self._worker.prefill(self._job(request))) as events:
+                    async for event in events:
+                        await context.write(_to_pb(event))
+            except HandoffError as error:
+                # Whatever decode said, to the router it is one thing: not handed over.
+                raise HandoffLost(str(error)) from error
+
+    def _job(self, request: pb.PrefillRequest) -> PrefillJob:
+        has_destination = request.HasField("destination")
+        return PrefillJob(
+            prompt=prompt_from_pb(request.prompt_token_ids, self._vocab_size),
+            sampling=sampling_from_pb(request.sampling, self._vocab_size),
+            cache_salt=request.cache_salt,
+            open_sender=partial(self._sender, request.destination) if has_destination else None,
+            held_blocks=frozenset(request.destination.held_blocks),
+        )
+
+    def _sender(self, destination: common_pb2.Reservation) -> KVSender:
+        channel = self._channels.get(destination.address)
+        return GrpcSender(channel, destination, self._layout, self._handoff_timeout_s)
+
+
+def _to_pb(event: Event) -> pb.PrefillEvent:
+    if isinstance(event, Started):
+        started = pb.PrefillStarted(
+            num_cached_tokens=event.num_cached_tokens, queue_s=event.queue_s
+        )
+        return pb.PrefillEvent(started=started)
+    if isinstance(event, Done):
+        return pb.PrefillEvent(done=pb.PrefillDone(**vars(event)))
+    tokens = [output_to_pb(output) for output in event]
+    return pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens))

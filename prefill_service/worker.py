@@ -1,0 +1,129 @@
+"""The work of one prefill request, from queue to committed hand-off. Knows no protobuf.
+
+The engine computes on its own thread; this follows a prompt through its chunks, lets the
+hand-off ship what is complete, and shows the first tokens before the KV has landed.
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+
+from baton.engine.async_engine import AsyncEngine, Stream
+from baton.engine.kv_cache import KVCache
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import PrefillScheduler
+from baton.engine.sequence import Sequence, StepOutput
+from baton.engine.transfer.base import KVSender
+from baton.worker.activity import Activity
+from prefill_service.handoff import Handoff
+
+
+@dataclass(frozen=True)
+class Started:
+    num_cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True)
+class Done:
+    num_computed_tokens: int
+    compute_s: float
+    transfer_s: float
+    bytes_sent: int
+    blocks_sent: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class PrefillJob:
+    """`open_sender` is None when the request ends on its first token by its own limits."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    open_sender: Callable[[], KVSender] | None = None
+    held_blocks: Collection[int] = ()
+
+
+Event = Started | tuple[StepOutput, ...] | Done
+
+
+class PrefillWorker:
+    def __init__(
+        self, engine: AsyncEngine[PrefillScheduler], cache: KVCache, activity: Activity
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._activity = activity
+
+    async def prefill(self, job: PrefillJob) -> AsyncGenerator[Event, None]:
+        """Started, the first token of every choice, Done. Closing it gives everything back.
+
+        Raises QueueFull, Draining, HandoffError, EngineFailed, or ValueError when the prompt
+        can never fit."""
+        seq = self._sequence(job)
+        with self._activity.request(), self._engine.stream(seq.group) as stream:
+            queued = time.monotonic()
+            self._engine.engine.add(seq)
+            async with self._handoff(job, seq) as handoff:
+                step = await stream.next()
+                started = time.monotonic()
+                yield Started(seq.num_cached_tokens, started - queued)
+                firsts = await self._follow(stream, step, seq, handoff)
+                first_at = time.monotonic()
+                yield firsts
+                finished = all(output.finish_reason for output in firsts)
+                if handoff and not finished:
+                    await handoff.complete(firsts)
+            yield Done(
+                num_computed_tokens=seq.num_prompt_tokens - seq.num_cached_tokens,
+                compute_s=first_at - started,
+                transfer_s=time.monotonic() - first_at,
+                bytes_sent=handoff.bytes_sent if handoff else 0,
+                blocks_sent=handoff.blocks_sent if handoff else 0,
+                finished=finished,
+            )
+
+    def _sequence(self, job: PrefillJob) -> Sequence:
+        config = self._engine.engine.scheduler.config
+        if len(job.prompt) > config.capacity:
+            raise ValueError(
+                f"a prompt of {len(job.prompt)} tokens can never fit this worker's "
+                f"{config.capacity}"
+            )
+        return Sequence(
+            job.prompt, job.sampling, fingerprint=config.fingerprint, cache_salt=job.cache_salt
+        )
+
+    async def _follow(
+        self,
+        stream: Stream,
+        step: list[StepOutput],
+        seq: Sequence,
+        handoff: Handoff | None,
+    ) -> tuple[StepOutput, ...]:
+        """Through the chunks, until a step yields the first tokens."""
+        while step[0].token is None:
+            if handoff:
+                handoff.advance(step[0].num_computed_tokens)
+            step = await stream.next()
+        return tuple(step)
+
+    @contextlib.asynccontextmanager
+    async def _handoff(self, job: PrefillJob, seq: Sequence) -> AsyncIterator[Handoff | None]:
+        if job.open_sender is None:
+            yield None
+            return
+        handoff = Handoff(job.open_sender(), self._cache, seq, job.held_blocks)
+        transfers = self._activity.transfers
+        transfers.in_flight += 1
+        try:
+            yield handoff
+        finally:
+            await handoff.stop()
+            transfers.in_flight -= 1
+            transfers.handoffs += handoff.committed
+            transfers.handoffs_failed += handoff.num_frames > 0 and not handoff.committed
+            transfers.blocks += handoff.blocks_sent
+            transfers.bytes += handoff.bytes_sent
