@@ -45,13 +45,30 @@ class _TomlSource(PydanticBaseSettingsSource):
             return {}
         content = _read_toml(Path(path))
         tables = {name: content.pop(name, {}) for name in ROLE_TABLES}
-        own = tables.get(getattr(self.settings_cls, "table", ""), {})
+        table = getattr(self.settings_cls, "table", "")
+        own = tables.get(table, {})
+        if not isinstance(own, dict):
+            raise SettingsError(f"{path}: {table} must be a table.")
         fields = self.settings_cls.model_fields
-        unknown = [key for key in own if key not in fields]
-        if not isinstance(own, dict) or unknown:
-            raise SettingsError(f"{path}: unknown key {unknown[0] if unknown else own!r}.")
-        shared = {key: value for key, value in content.items() if key in fields}
-        return {**shared, **own}
+        _refuse_unknown(path, own, set(fields))
+        _refuse_unknown(path, content, _shared_names())
+        return {**{key: content[key] for key in content if key in fields}, **own}
+
+
+def _refuse_unknown(path: Path, keys: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(keys) - known)
+    if unknown:
+        raise SettingsError(f"{path}: there is no setting named {unknown[0]!r}.")
+
+
+def _shared_names() -> set[str]:
+    """What may stand outside a table: any setting of a router or worker."""
+    classes, names = [Settings], set()
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        names |= set(cls.model_fields) if cls.table in ("router", "prefill", "decode") else set()
+    return names
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

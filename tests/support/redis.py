@@ -1,0 +1,38 @@
+"""A real Redis for tests, and workers to put into it."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+
+from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
+
+LAYOUT = KVLayout("f" * 16, 2, 1, 8, 16, "float32")
+
+
+def make_record(
+    worker_id: str = "decode-0", incarnation: str | None = None, **load: object
+) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=worker_id,
+        incarnation=incarnation or new_incarnation(),
+        role=Role(worker_id.split("-")[0]),
+        address="127.0.0.1:50051",
+        model="toy",
+        layout=LAYOUT,
+        max_model_len=128,
+        max_num_seqs=8,
+        num_blocks=64,
+        load=dataclasses.replace(WorkerLoad(free_blocks=64), **load),
+    )
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Waits until the condition holds; the seconds that took. Fails after the deadline."""
+    started = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - started
+        if waited > timeout_s:
+            raise TimeoutError(f"not within {timeout_s} s")
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started
