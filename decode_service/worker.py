@@ -16,10 +16,11 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import FinishReason, Sequence, StepOutput
+from baton.engine.transfer.base import HandoffRefused
 from baton.worker.activity import Activity
 from baton.worker.faults import LeaseExpired
 from decode_service.incoming import IncomingHandoff
-from decode_service.reservations import Reservation, Reservations
+from decode_service.reservations import Reservation, Reservations, State
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,12 @@ class DecodeWorker:
             reservation.on_cancelled = task.cancel
         try:
             yield handoff
+        except asyncio.CancelledError:
+            if reservation.state is not State.CANCELLED or task is None:
+                raise
+            # Our own doing: the sender gets an answer, not a call that never ends.
+            task.uncancel()
+            raise HandoffRefused("the request has ended") from None
         finally:
             await handoff.abort()
             transfers = self._activity.transfers

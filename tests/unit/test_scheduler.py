@@ -39,7 +39,7 @@ def test_a_repeated_prompt_computes_only_what_is_not_cached() -> None:
 
 
 def test_different_salts_never_share_blocks() -> None:
-    engine, runner = toy_engine()
+    engine, _runner = toy_engine()
     for salt in ("a", "b", ""):
         engine.add(Sequence(prompt(16), GREEDY, cache_salt=salt))
         run_to_end(engine)
@@ -53,7 +53,9 @@ def test_decodes_run_every_step_while_a_long_prompt_is_chunked() -> None:
     engine.step()
     engine.add(Sequence(prompt(60, 1), GREEDY))
     run_to_end(engine)
-    steps = [batch for batch in runner.batches if any(seq_id == first.seq_id for seq_id, _ in batch)]
+    steps = [
+        batch for batch in runner.batches if any(seq_id == first.seq_id for seq_id, _ in batch)
+    ]
     assert len(steps) == 20
     mixed = [b for b in runner.batches if len(b) == 2 and b[1][1] > 1]
     assert [b[1][1] for b in mixed] == [15, 15, 15, 15], "the prompt gets what decodes leave"
@@ -92,7 +94,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never_is() -> None:
     for seq in seqs:
         engine.add(seq)
     run_to_end(engine)
-    assert [seq.num_preemptions for seq in seqs][0] == 0
+    assert next(seq.num_preemptions for seq in seqs) == 0
     assert seqs[1].num_preemptions >= 1
 
 

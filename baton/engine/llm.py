@@ -1,0 +1,104 @@
+"""Offline generation in one process: colocated prefill and decode, no network.
+
+The oracle: whatever the cluster serves must equal what this gives. Takes and returns token
+ids; turning text into tokens is the caller's business.
+"""
+
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.engine.block_manager import BlockManager
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
+from baton.engine.loader import load_model
+from baton.engine.model_runner import ModelRunner
+from baton.engine.sampler import Sampler
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import DecodeScheduler
+from baton.engine.sequence import FinishReason, SampledToken, Sequence, StepOutput
+
+
+@dataclass
+class Choice:
+    """One continuation of a prompt."""
+
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+class LLM:
+    """`path` is a model folder in Hugging Face layout; other arguments as in EngineConfig."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str = "bfloat16",
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        chunk_size: int = 512,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        model, model_config = load_model(Path(path), dtype)
+        self.config = EngineConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=model_config.max_position_embeddings,
+            chunk_size=chunk_size,
+            enable_prefix_cache=enable_prefix_cache,
+            eos_token_ids=model_config.eos_token_ids,
+        )
+        cache = KVCache(KVLayout.of(model_config, block_size, dtype), num_blocks)
+        blocks = BlockManager(num_blocks, block_size, enable_prefix_cache)
+        self.engine = Engine(
+            DecodeScheduler(self.config, blocks),
+            blocks,
+            ModelRunner(model, cache),
+            Sampler(self.config.eos_token_ids),
+        )
+
+    def generate(
+        self,
+        prompts: ListOf[ListOf[int]],
+        sampling: SamplingParams | ListOf[SamplingParams],
+    ) -> list[list[Choice]]:
+        """Choices per prompt, in order. `sampling` is for all prompts or one each."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        seqs = [self._sequence(p, s) for p, s in zip(prompts, params, strict=True)]
+        results = {seq.group: [Choice() for _ in seq.choices] for seq in seqs}
+        pending = list(reversed(seqs))
+        while pending or self.engine.scheduler.has_work():
+            while pending and len(self.engine.scheduler.waiting) < self.config.max_queue:
+                self.engine.add(pending.pop())
+            outputs = self.engine.step()
+            if outputs is None:
+                raise RuntimeError("sequences are left but none can run")
+            for output in outputs:
+                _collect(results[output.seq.group], output)
+        return [results[seq.group] for seq in seqs]
+
+    def _sequence(self, prompt: ListOf[int], sampling: SamplingParams) -> Sequence:
+        if not prompt:
+            raise ValueError("a prompt must have at least one token")
+        longest = len(prompt) + sampling.max_tokens
+        if longest > self.config.capacity:
+            raise ValueError(
+                f"prompt ({len(prompt)}) plus max_tokens ({sampling.max_tokens}) is beyond the "
+                f"{self.config.capacity} tokens that fit"
+            )
+        return Sequence(prompt, sampling)
+
+
+def _collect(choices: list[Choice], output: StepOutput) -> None:
+    if output.token is not None:
+        choices[output.choice].tokens.append(output.token)
+        choices[output.choice].finish_reason = output.finish_reason

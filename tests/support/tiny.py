@@ -1,0 +1,169 @@
+"""A tiny random Llama in Hugging Face layout, and workers around it in this process."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.cluster.rpc import ChannelPool, make_server
+from baton.cluster.settings import DecodeSettings, PrefillSettings, WorkerSettings
+from baton.cluster.workers import Role, new_incarnation
+from baton.engine.async_engine import AsyncEngine
+from baton.engine.block_manager import BlockManager
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
+from baton.engine.loader import load_model
+from baton.engine.model_runner import ModelRunner
+from baton.engine.sampler import Sampler
+from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
+from baton.store import StoredModel
+from baton.v1 import decode_pb2_grpc, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
+from baton.worker.activity import Activity
+from baton.worker.boot import Parts
+from baton.worker.status import WorkerServicer, WorkerStatus
+from decode_service.server import DecodeServicer, KVTransferServicer
+from decode_service.worker import DecodeWorker
+from prefill_service.server import PrefillServicer
+from prefill_service.worker import PrefillWorker
+
+VOCAB = 199
+
+
+def write_tiny_llama(path: Path, seed: int = 0) -> Path:
+    """2 layers, 4 heads on 2 KV heads; fp32 weights large enough to give varied text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        initializer_range=0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return path
+
+
+@lru_cache
+def _model(path: Path) -> Any:
+    return load_model(path, "float32")
+
+
+def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Parts[Any]:
+    """As `boot`, without the store and without touching the process."""
+    model, model_config = _model(path)
+    num_blocks = settings.num_blocks or 64
+    layout = KVLayout.of(model_config, settings.block_size, "float32", "tiny")
+    cache = KVCache(layout, num_blocks)
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len or model_config.max_position_embeddings,
+        chunk_size=settings.chunk_size,
+        max_queue=settings.max_queue,
+        eos_token_ids=model_config.eos_token_ids,
+        fingerprint="tiny",
+    )
+    blocks = BlockManager(num_blocks, settings.block_size)
+    engine = Engine(
+        scheduler_type(config, blocks),
+        blocks,
+        ModelRunner(model, cache),
+        Sampler(config.eos_token_ids),
+    )
+    return Parts(engine, cache, config, VOCAB, StoredModel("tiny", path, "tiny"))
+
+
+@dataclass
+class RunningWorker:
+    """A worker behind a real gRPC server on loopback, its insides in reach."""
+
+    address: str
+    parts: Parts[Any]
+    status: WorkerStatus
+    work: Any
+
+    def assert_idle(self) -> None:
+        """Nothing is held, promised, queued or in flight."""
+        scheduler, blocks = self.parts.engine.scheduler, self.parts.engine.blocks
+        blocks.check_integrity([])
+        assert blocks.num_free == blocks.num_blocks
+        assert blocks.num_promised == 0 and scheduler.num_promised_seqs == 0
+        assert not list(scheduler.sequences())
+        assert self.status.activity.transfers.in_flight == 0
+
+    async def wait_idle(self, timeout_s: float = 10.0) -> None:
+        """Waits until the books show an idle worker; the last check says what is not."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(AssertionError, RuntimeError):
+                return self.assert_idle()
+            await asyncio.sleep(0.01)
+        self.assert_idle()
+
+
+@contextlib.asynccontextmanager
+async def run_prefill(path: Path, **settings: Any) -> AsyncIterator[RunningWorker]:
+    values = {"dtype": "float32", "block_size": 4, "chunk_size": 64, **settings}
+    config = PrefillSettings.build(**values)
+    parts = make_parts(path, config, PrefillScheduler)
+    engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
+    worker = PrefillWorker(engine, parts.cache, activity)
+    status = WorkerStatus(Role.PREFILL, config, new_incarnation(), parts, activity)
+    servicer = PrefillServicer(
+        worker, channels, parts.cache.layout, VOCAB, config.handoff_timeout_s
+    )
+    adders = [partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)]
+    async with _serving(engine, status, adders) as address:
+        yield RunningWorker(address, parts, status, worker)
+    await channels.close()
+
+
+@contextlib.asynccontextmanager
+async def run_decode(path: Path, **settings: Any) -> AsyncIterator[RunningWorker]:
+    values = {"dtype": "float32", "block_size": 4, "chunk_size": 64, **settings}
+    config = DecodeSettings.build(**values)
+    parts = make_parts(path, config, DecodeScheduler)
+    engine, activity = AsyncEngine(parts.engine), Activity()
+    worker = DecodeWorker(engine, parts.cache, activity, config.lease_s)
+    status = WorkerStatus(Role.DECODE, config, new_incarnation(), parts, activity)
+    decode = DecodeServicer(worker, status, VOCAB)
+    transfer = KVTransferServicer(worker, parts.cache.layout, status.incarnation, config.lease_s)
+    adders = [
+        partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode),
+        partial(kv_pb2_grpc.add_KVTransferServicer_to_server, transfer),
+    ]
+    async with _serving(engine, status, adders) as address:
+        yield RunningWorker(address, parts, status, worker)
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    engine: AsyncEngine[Any], status: WorkerStatus, adders: list[Any]
+) -> AsyncIterator[str]:
+    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status))
+    server, port = await make_server([*adders, own], "127.0.0.1:0", [])
+    status.address = f"127.0.0.1:{port}"
+    engine.start()
+    await server.start()
+    try:
+        yield status.address
+    finally:
+        await server.stop(0.1)
+        await engine.stop()
