@@ -1,0 +1,1 @@
+"""The router: an OpenAI-compatible gateway that conducts requests over prefill and decode."""

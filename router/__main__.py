@@ -1,0 +1,85 @@
+"""`python -m router`: settings, logging, the application, and uvicorn in one process."""
+
+import asyncio
+import logging
+import socket
+import sys
+
+import uvicorn
+
+from baton.cluster.errors import SettingsError
+from baton.cluster.logging import configure
+from baton.cluster.registry import Directory, Registry
+from baton.cluster.settings import RouterSettings, fail, load_or_exit
+from baton.store import resolve
+from router.app import create_app
+from router.gateway import Gateway
+from router.text import TextModel, load_text_model
+
+_log = logging.getLogger(__name__)
+SHUTDOWN_S = 10
+
+
+def main(settings: RouterSettings) -> int:
+    """Serves until a signal; the exit code."""
+    configure(settings.log_level, settings.log_json, "router")
+    try:
+        listener = _listen(settings.host, settings.port)
+    except SettingsError as error:
+        return fail(error)
+    with listener:
+        return asyncio.run(_serve(settings, listener))
+
+
+async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
+    failures: list[Exception] = []
+
+    def on_loaded(failure: Exception | None) -> None:
+        if failure is None:
+            host, port = listener.getsockname()[:2]
+            _log.info("ready role=router id=router address=http://%s:%d", host, port)
+        else:
+            failures.append(failure)
+            server.should_exit = True
+
+    registry = Registry(settings.redis_url)
+    gateway = Gateway(settings, Directory(registry), lambda: _load_model(settings.model))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(gateway, on_loaded),
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+    )
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await registry.close()
+    return fail(failures[0]) if failures else 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound here, before anything is loaded, so that a taken port is said at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"Cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host."
+        ) from error
+    return listener
+
+
+def _load_model(name: str) -> TextModel:
+    stored = resolve(name)
+    return load_text_model(stored.name, stored.path, stored.fingerprint)
+
+
+if __name__ == "__main__":
+    sys.exit(main(load_or_exit(RouterSettings, sys.argv[1:], "router")))

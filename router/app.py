@@ -1,0 +1,129 @@
+"""The HTTP application: paths, health, metrics, and OpenAI-shaped answers to wrong paths.
+
+Generating endpoints are plain ASGI applications (no per-request framework work on the token
+path); everything else is ordinary FastAPI.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from router.exchange import request_id_of
+from router.gateway import Gateway, OnLoaded
+from router.openai import errors
+from router.openai.endpoint import CHAT, COMPLETIONS, Endpoint
+from router.openai.errors import ApiError
+
+JSON = "application/json"
+
+
+def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
+    """`on_loaded`: see `Gateway.start`, which runs when the application starts."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await gateway.start(on_loaded)
+        try:
+            yield
+        finally:
+            await gateway.stop()
+
+    app = FastAPI(title="Baton", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False
+    app.add_exception_handler(HTTPException, _wrong_path)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(Exception, _unexpected)
+    for path, kind in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETIONS)):
+        app.router.routes.append(Route(path, Endpoint(gateway, kind), methods=["POST"]))
+    _add_models(app, gateway)
+    _add_health(app, gateway)
+    return app
+
+
+def _add_models(app: FastAPI, gateway: Gateway) -> None:
+    def description() -> dict[str, Any]:
+        model, _ = gateway.ready_model()
+        limit = gateway.limits(model).total
+        return {
+            "id": gateway.served_name,
+            "object": "model",
+            "created": gateway.created,
+            "owned_by": "baton",
+            "max_model_len": limit,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [description()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != gateway.served_name:
+            raise errors.model_not_found(name)
+        return _json(description())
+
+
+def _add_health(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health/live")
+    async def live() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/health")
+    @app.get("/health/ready")
+    async def ready() -> Response:
+        missing = gateway.missing_roles()
+        loading = gateway.model is None
+        registry = "connected" if gateway.directory.connected else "disconnected"
+        if not loading and not missing:
+            status = "ok" if gateway.directory.connected else "degraded"
+            return _json({"status": status, "registry": registry})
+        reasons = ["the model is still loading"] if loading else []
+        reasons += [f"no {role} worker is available" for role in missing]
+        content = {
+            "status": "unavailable",
+            "reason": "; ".join(reasons),
+            "missing": missing,
+            "registry": registry,
+        }
+        return _json(content, 503, {"retry-after": "1"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        content, content_type = gateway.metrics.render()
+        return Response(content, media_type=content_type)
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, JSON)
+
+
+async def _wrong_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    reasons = {
+        404: f"There is no {request.url.path[:200]} here.",
+        405: f"{request.method} is not allowed for {request.url.path[:200]}.",
+    }
+    message = reasons.get(status, "The request cannot be handled.")
+    return _api_error_response(request, ApiError(message, status, headers=headers))
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        raise error
+    return _api_error_response(request, error)
+
+
+async def _unexpected(request: Request, _: Exception) -> Response:
+    return _api_error_response(request, errors.internal(request_id_of(request.scope)))
+
+
+def _api_error_response(request: Request, error: ApiError) -> Response:
+    request_id = request_id_of(request.scope)
+    headers = {**error.all_headers(), "x-request-id": request_id}
+    return Response(error.body(request_id), error.status, headers, JSON)

@@ -1,0 +1,279 @@
+"""The route of a request over the workers, written once, top to bottom.
+
+Owns the order of the calls, retries and cancellation; knows neither HTTP nor text. Decode
+reserves before prefill computes; the first token comes from prefill, the rest from decode.
+Invariants: both calls of an attempt end with it, whatever happens; an attempt is repeated
+only while nothing of it has reached the client; a finish reason is always a worker's or a
+stop string's, never made up here.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from baton.cluster.errors import WorkerUnavailable
+from baton.cluster.rpc import ChannelPool
+from baton.cluster.settings import RouterSettings
+from baton.cluster.workers import WorkerRecord
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from router.admission import Admission, Slot
+from router.calls import WorkerCall, WorkerFault, WorkerFull
+from router.generation import BrokenSequence, Generation
+from router.job import Job, Output, Served, Workers
+from router.metrics import RouterMetrics
+from router.placement import NoWorker, Pair, Placement
+
+MAX_ATTEMPTS = 3
+# A suspect is back after a heartbeat: a request that lost its only worker waits that long.
+REVIVAL_S = 2.0
+# Decode's closing statistics come with its last tokens; nobody waits longer for them.
+CLOSING_S = 1.0
+
+
+@dataclass
+class Conductor:
+    """`fingerprint` names the model: workers of another one are never asked."""
+
+    fingerprint: str
+    placement: Placement
+    workers: Workers
+    channels: ChannelPool
+    admission: Admission
+    metrics: RouterMetrics
+    settings: RouterSettings
+    _in_flight: Counter[str] = field(default_factory=Counter, init=False)
+
+    async def run(self, job: Job, output: Output) -> Served:
+        """Serves a job to its end. Raises BatonError when it cannot."""
+        async with self.admission.slot(job.queue_deadline) as slot:
+            full: set[str] = set()
+            failures: list[WorkerFault] = []
+            while True:
+                try:
+                    pair = await self._choose(job, full, failures)
+                except NoWorker:
+                    if not full:
+                        raise
+                    full.clear()
+                    await slot.refused()
+                    continue
+                try:
+                    return await self._attempt(job, pair, output, slot)
+                except WorkerFull as error:
+                    if output.committed:
+                        raise
+                    full.add(error.worker.worker_id)
+                except WorkerFault as error:
+                    failures.append(error)
+                    self._give_up_or_retry(error, output, len(failures))
+                output.restart()
+
+    async def _attempt(self, job: Job, pair: Pair, output: Output, slot: Slot) -> Served:
+        served = Served()
+        decode: WorkerCall | None = None
+        prefill: WorkerCall | None = None
+        reservation: common_pb2.Reservation | None = None
+        with self._counted(pair, job.sampling.n):
+            try:
+                # 1) Decode promises room before any compute is spent.
+                if pair.decode is not None:
+                    decode = self._open_decode(job, pair.decode, prefill_here=pair.prefill is None)
+                    reservation = await self._reserve(decode)
+                # 2) Prefill computes the prompt, answers the first token, hands the cache over.
+                if pair.prefill is not None:
+                    prefill = self._open_prefill(job, pair.prefill, reservation)
+                    await self._follow_prefill(prefill, decode, output, served, slot)
+                else:
+                    slot.accepted()
+                # 3) Decode goes on from there.
+                if (
+                    decode is not None
+                    and reservation is not None
+                    and not output.generation.finished
+                ):
+                    await self._follow_decode(decode, reservation.id, output, served)
+                return served
+            finally:
+                for call in (prefill, decode):
+                    if call is not None:
+                        call.cancel()
+
+    async def _reserve(self, decode: WorkerCall) -> common_pb2.Reservation:
+        async with decode.answers_within(self.settings.reserve_timeout_s):
+            event = await decode.read()
+        if event is None or not event.HasField("reserved"):
+            raise decode.fault("the first event was not a reservation")
+        return event.reserved.reservation
+
+    async def _follow_prefill(
+        self,
+        prefill: WorkerCall,
+        decode: WorkerCall | None,
+        output: Output,
+        served: Served,
+        slot: Slot,
+    ) -> None:
+        """Until the hand-off is committed, or every choice ended on its first token."""
+        try:
+            async with prefill.answers_within(self.settings.prefill_timeout_s):
+                while (event := await prefill.read()) is not None:
+                    kind = event.WhichOneof("event")
+                    if kind == "started":
+                        served.num_cached_tokens = event.started.num_cached_tokens
+                        slot.accepted()
+                    elif kind == "first_tokens":
+                        await self._deliver(event.first_tokens.tokens, prefill, output, served)
+                        if self._ended_here(output.generation, event.first_tokens.tokens):
+                            return
+                    elif kind == "done":
+                        break
+        except WorkerFault:
+            # A hand-off fails on both sides when decode dies: blame the one that is gone.
+            if decode is not None and (failure := await decode.failure()) is not None:
+                raise failure from None
+            raise
+        if output.generation.num_tokens == 0 or (decode is None and not output.generation.finished):
+            raise prefill.fault("the stream ended without its tokens")
+
+    async def _follow_decode(
+        self, decode: WorkerCall, reservation_id: str, output: Output, served: Served
+    ) -> None:
+        generation, told = output.generation, set[int]()
+        while (event := await decode.read()) is not None:
+            kind = event.WhichOneof("event")
+            if kind == "tokens":
+                tokens = event.tokens.tokens
+                await self._deliver(tokens, decode, output, served)
+                if generation.finished:
+                    break
+                for choice in set(generation.ended_by_text(tokens)) - told:
+                    told.add(choice)
+                    await self._stop_choice(decode.worker, reservation_id, choice)
+            elif kind == "done":
+                self._note_done(event.done, served)
+                break
+        if not generation.finished:
+            raise decode.fault("the stream ended before its choices")
+        if kind == "tokens" and not self._ended_here(generation, tokens):
+            await self._close(decode, served)
+
+    async def _close(self, decode: WorkerCall, served: Served) -> None:
+        """Lets decode end the call by itself and reads what it says at the end."""
+        try:
+            async with asyncio.timeout(CLOSING_S):
+                while (event := await decode.read()) is not None:
+                    if event.HasField("done"):
+                        self._note_done(event.done, served)
+        except (TimeoutError, WorkerUnavailable):
+            return  # the answer is complete without it
+
+    async def _deliver(
+        self,
+        tokens: Sequence[common_pb2.Token],
+        call: WorkerCall,
+        output: Output,
+        served: Served,
+    ) -> None:
+        served.last_token_at = time.monotonic()
+        served.first_token_at = served.first_token_at or served.last_token_at
+        try:
+            deltas = output.generation.push(tokens)
+        except BrokenSequence as error:
+            raise call.fault(str(error)) from error
+        if deltas:
+            await output.deliver(deltas)
+
+    @staticmethod
+    def _ended_here(generation: Generation, tokens: Sequence[common_pb2.Token]) -> bool:
+        """Everything has ended, but a worker does not know: only cancelling stops it."""
+        return generation.finished and bool(generation.ended_by_text(tokens))
+
+    @staticmethod
+    def _note_done(done: decode_pb2.GenerateDone, served: Served) -> None:
+        # Zero after a hand-off: prefill's own hits, noted before, are the true ones.
+        served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
+
+    async def _stop_choice(self, worker: WorkerRecord, reservation_id: str, choice: int) -> None:
+        stub = decode_pb2_grpc.DecodeStub(self.channels.get(worker.address))
+        request = decode_pb2.StopChoiceRequest(reservation_id=reservation_id, choice=choice)
+        try:
+            await stub.StopChoice(request, timeout=CLOSING_S)
+        except grpc.aio.AioRpcError:
+            return  # its further tokens are dropped here; the main call shows any real fault
+
+    def _open_decode(self, job: Job, worker: WorkerRecord, prefill_here: bool) -> WorkerCall:
+        stub = decode_pb2_grpc.DecodeStub(self.channels.get(worker.address))
+        request = decode_pb2.GenerateRequest(
+            request_id=job.request_id,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            cache_salt=job.cache_salt,
+            prefill_here=prefill_here,
+        )
+        return WorkerCall(worker, stub.Generate(request, timeout=job.time_left()))
+
+    def _open_prefill(
+        self, job: Job, worker: WorkerRecord, destination: common_pb2.Reservation | None
+    ) -> WorkerCall:
+        stub = prefill_pb2_grpc.PrefillStub(self.channels.get(worker.address))
+        request = prefill_pb2.PrefillRequest(
+            request_id=job.request_id,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            destination=destination,
+            cache_salt=job.cache_salt,
+        )
+        return WorkerCall(worker, stub.Prefill(request, timeout=job.time_left()))
+
+    async def _choose(self, job: Job, full: set[str], failures: list[WorkerFault]) -> Pair:
+        """A pair not yet found full; after a failure another one, or a revived one."""
+        failed = {failure.worker.worker_id for failure in failures}
+        try:
+            return self._place(job, full | failed)
+        except NoWorker:
+            if not failures:
+                raise
+        give_up_at = time.monotonic() + REVIVAL_S
+        while True:
+            try:
+                return self._place(job, full)
+            except NoWorker:
+                if full or (left := give_up_at - time.monotonic()) <= 0:
+                    raise
+            await self.workers.wait_changed(left)
+
+    def _place(self, job: Job, avoid: set[str]) -> Pair:
+        candidates = [
+            worker
+            for worker in self.workers.snapshot()
+            if worker.worker_id not in avoid and worker.layout.fingerprint == self.fingerprint
+        ]
+        return self.placement.choose(job.facts, candidates, self._in_flight)
+
+    def _give_up_or_retry(self, fault: WorkerFault, output: Output, attempts: int) -> None:
+        worker = fault.worker
+        if fault.unreachable:
+            self.workers.suspect(worker.worker_id, worker.incarnation)
+        if output.committed or attempts >= MAX_ATTEMPTS:
+            raise fault
+        self.metrics.retries.labels(f"{worker.role}_failed").inc()
+
+    @contextmanager
+    def _counted(self, pair: Pair, n: int) -> Iterator[None]:
+        """Counts the request as in flight on its workers: a choice each on decode."""
+        weights = [(pair.prefill, 1), (pair.decode, n)]
+        held = [(worker.worker_id, weight) for worker, weight in weights if worker is not None]
+        for worker_id, weight in held:
+            self._in_flight[worker_id] += weight
+        try:
+            yield
+        finally:
+            for worker_id, weight in held:
+                self._in_flight[worker_id] -= weight
+                if not self._in_flight[worker_id]:
+                    del self._in_flight[worker_id]

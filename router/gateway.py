@@ -1,0 +1,131 @@
+"""What the HTTP side shares: settings, the model once it is loaded, the conductor, the workers.
+
+Starts and stops the background parts of the router. Until the model is loaded every request is
+answered 503; liveness is never affected.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.cluster.rpc import ChannelPool
+from baton.cluster.settings import RouterSettings
+from baton.cluster.workers import Role, WorkerRecord
+from router.admission import Admission
+from router.conductor import Conductor
+from router.metrics import RouterMetrics
+from router.openai.errors import unavailable
+from router.openai.prepare import Limits, limits_of
+from router.placement import LeastLoaded
+from router.text import TextModel
+
+LoadModel = Callable[[], TextModel]
+OnLoaded = Callable[[Exception | None], None]
+# Without news from the directory the next in line is let through this often.
+RETRY_QUEUE_S = 0.5
+
+
+class WorkerDirectory(Protocol):
+    """The cluster's Directory, as far as the router uses it."""
+
+    @property
+    def connected(self) -> bool: ...
+    def snapshot(self) -> tuple[WorkerRecord, ...]: ...
+    def suspect(self, worker_id: str, incarnation: str) -> None: ...
+    async def wait_changed(self, timeout_s: float) -> None: ...
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Gateway:
+    """`load_model` runs on a thread while liveness is already answered."""
+
+    def __init__(
+        self, settings: RouterSettings, directory: WorkerDirectory, load_model: LoadModel
+    ) -> None:
+        self.settings = settings
+        self.directory = directory
+        self.channels = ChannelPool()
+        self.admission = Admission(settings.max_running, settings.max_queue)
+        self.metrics = RouterMetrics(self.admission)
+        self.model: TextModel | None = None
+        self.created = int(time.time())
+        self._load_model = load_model
+        self._conductor: Conductor | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, on_loaded: OnLoaded) -> None:
+        """`on_loaded` is called once, with what went wrong if the model cannot be loaded."""
+        await self.directory.start()
+        self._tasks = [
+            asyncio.create_task(self._load(on_loaded), name="load-model"),
+            asyncio.create_task(self._follow_workers(), name="follow-workers"),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.directory.stop()
+        await self.channels.close()
+        if self.model is not None:
+            self.model.close()
+
+    async def _load(self, on_loaded: OnLoaded) -> None:
+        try:
+            self.model = await asyncio.to_thread(self._load_model)
+        except Exception as error:  # whatever it is, the process must say it and end
+            on_loaded(error)
+            return
+        self._conductor = Conductor(
+            fingerprint=self.model.fingerprint,
+            placement=LeastLoaded(self.settings.when_no_prefill),
+            workers=self.directory,
+            channels=self.channels,
+            admission=self.admission,
+            metrics=self.metrics,
+            settings=self.settings,
+        )
+        on_loaded(None)
+
+    async def _follow_workers(self) -> None:
+        """News of workers may mean room; channels of workers that are gone are closed."""
+        last_seen: dict[str, float] = {}
+        while True:
+            await self.directory.wait_changed(RETRY_QUEUE_S)
+            self.admission.workers_changed()
+            now = time.monotonic()
+            last_seen.update((worker.address, now) for worker in self.directory.snapshot())
+            # No call can be that old: closing a channel ends the calls that are still on it.
+            oldest = now - self.settings.request_timeout_s
+            for address in [a for a, seen in last_seen.items() if seen < oldest]:
+                del last_seen[address]
+                await self.channels.drop(address)
+
+    @property
+    def served_name(self) -> str:
+        if self.settings.served_model_name:
+            return self.settings.served_model_name
+        return self.model.name if self.model else self.settings.model
+
+    def ready_model(self) -> tuple[TextModel, Conductor]:
+        if self.model is None or self._conductor is None:
+            raise unavailable("The model is still loading.", "loading")
+        return self.model, self._conductor
+
+    def limits(self, model: TextModel) -> Limits:
+        return limits_of(model, self.directory.snapshot())
+
+    def missing_roles(self) -> list[str]:
+        """Roles that no live worker of this model fills."""
+        present = {
+            worker.role
+            for worker in self.directory.snapshot()
+            if not worker.load.draining
+            and (self.model is None or worker.layout.fingerprint == self.model.fingerprint)
+        }
+        needed = [Role.PREFILL, Role.DECODE]
+        if self.settings.when_no_prefill == "decode":
+            needed = [Role.DECODE]
+        return [str(role) for role in needed if role not in present]

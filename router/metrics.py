@@ -1,0 +1,31 @@
+"""What the router measures, in one registry: requests, latencies, queue, hand-offs, retries.
+
+Names are fixed here and nowhere else. TTFT and end-to-end start when the request's body has
+been read; TPOT is the mean time per token after the first.
+"""
+
+from baton.cluster.metrics import Metrics
+from router.admission import Admission
+
+
+class RouterMetrics:
+    def __init__(self, admission: Admission, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
+        make = self._metrics
+        self.requests = make.counter(
+            "requests", "Answered requests by endpoint and status.", ("endpoint", "status")
+        )
+        self.ttft = make.histogram("ttft_seconds", "Time to first token.")
+        self.tpot = make.histogram("tpot_seconds", "Mean time per output token after the first.")
+        self.e2e = make.histogram("e2e_seconds", "Time from request to the last token.")
+        self.prompt_tokens = make.counter("prompt_tokens", "Tokens of served prompts.")
+        self.cached_tokens = make.counter("cached_tokens", "Prompt tokens found in a prefix cache.")
+        self.output_tokens = make.counter("output_tokens", "Generated tokens sent to clients.")
+        self.retries = make.counter("retries", "Attempts repeated on other workers.", ("reason",))
+        queue = make.gauge("queue_length", "Requests waiting for room.")
+        queue.set_function(lambda: admission.waiting)
+        running = make.gauge("requests_in_flight", "Requests admitted and not yet ended.")
+        running.set_function(lambda: admission.running)
+
+    def render(self) -> tuple[bytes, str]:
+        return self._metrics.render()

@@ -1,0 +1,1 @@
+"""The OpenAI HTTP API: what requests may say, and how answers look."""

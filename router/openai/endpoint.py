@@ -1,0 +1,223 @@
+"""A generating endpoint: one HTTP exchange from body to last byte, streamed or not.
+
+Ties parsing, preparing, conducting and formatting together and turns every failure into the
+right answer: a status while nothing is sent, an in-band error event after that. Invariant:
+when the client leaves, everything that was started for it is cancelled.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from baton.cluster.errors import BatonError
+from router.conductor import Conductor
+from router.exchange import ClientGone, Exchange
+from router.gateway import Gateway
+from router.generation import Generation
+from router.job import Job, Output, Served
+from router.openai import errors
+from router.openai.errors import ApiError, invalid
+from router.openai.format import ChatFormat, CompletionFormat, Format, Head, usage_of
+from router.openai.outputs import Gathered, Streamed
+from router.openai.prepare import Limits, Prepared, prepare_chat, prepare_completion
+from router.openai.schema import Body, ChatBody, CompletionBody, parse
+from router.openai.sse import DONE, error_event
+from router.text import TextModel
+
+_log = logging.getLogger(__name__)
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Body]):
+    """What differs between chat and text completions."""
+
+    name: str
+    id_prefix: str
+    body: type[Body]
+    prepare: Callable[[Body, TextModel, Limits], Awaitable[Prepared]]
+    format: Callable[[Head, bool, int | None], Format]
+
+
+CHAT = Kind("chat", "chatcmpl", ChatBody, prepare_chat, ChatFormat)
+COMPLETIONS = Kind("completions", "cmpl", CompletionBody, prepare_completion, CompletionFormat)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prepared request with everything that its answer needs."""
+
+    prepared: Prepared
+    conductor: Conductor
+    model: TextModel
+    format: Format
+    jobs: list[Job]
+
+
+class Endpoint:
+    """An ASGI application for one path."""
+
+    def __init__(self, gateway: Gateway, kind: Kind[Any]) -> None:
+        self._gateway = gateway
+        self._kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        status = CLIENT_GONE
+        try:
+            try:
+                await self._answer(exchange)
+            except ApiError as error:
+                await self._refuse(exchange, error)
+            except BatonError as error:
+                await self._refuse(exchange, errors.from_baton(error, exchange.request_id))
+            except TimeoutError:
+                await self._refuse(exchange, errors.timed_out())
+            except Exception as error:
+                if isinstance(error, ClientGone):
+                    raise
+                _log.exception("request %s failed", exchange.request_id)
+                await self._refuse(exchange, errors.internal(exchange.request_id))
+            status = exchange.status
+        except ClientGone:
+            _log.debug("the client of request %s left", exchange.request_id)
+        finally:
+            self._gateway.metrics.requests.labels(self._kind.name, str(status)).inc()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        payload = _decode_json(await exchange.read_body())
+        started = time.monotonic()
+        async with exchange.while_client_waits():
+            async with asyncio.timeout(self._gateway.settings.request_timeout_s):
+                call = await self._prepare(payload)
+                if call.prepared.stream:
+                    outputs, served = await self._stream(exchange, call)
+                else:
+                    outputs, served = await self._gather(exchange, call)
+        self._measure(started, call, outputs, served)
+
+    async def _prepare(self, payload: Any) -> Call:
+        gateway, kind = self._gateway, self._kind
+        body = parse(kind.body, payload)
+        model, conductor = gateway.ready_model()
+        if body.model not in (None, gateway.served_name, gateway.settings.model):
+            raise errors.model_not_found(body.model)
+        prepared = await kind.prepare(body, model, gateway.limits(model))
+        head = Head(
+            f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), gateway.served_name
+        )
+        format = kind.format(head, prepared.include_usage, prepared.logprobs)
+        return Call(prepared, conductor, model, format, self._jobs(prepared, head.id))
+
+    def _jobs(self, prepared: Prepared, answer_id: str) -> list[Job]:
+        settings = self._gateway.settings
+        now = asyncio.get_running_loop().time()
+        return [
+            Job(
+                request_id=f"{answer_id}-{i}",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                cache_salt=prepared.cache_salt,
+                queue_deadline=now + settings.queue_timeout_s,
+                deadline=now + settings.request_timeout_s,
+            )
+            for i, (prompt, sampling) in enumerate(
+                zip(prepared.prompts, prepared.sampling, strict=True)
+            )
+        ]
+
+    async def _gather(
+        self, exchange: Exchange, call: Call
+    ) -> tuple[Sequence[Output], list[Served]]:
+        prepared = call.prepared
+        outputs = [Gathered(_generations(call, i)) for i in range(len(call.jobs))]
+        served = await _run_all(call, outputs)
+        choices = [
+            choice
+            for output, echo in zip(outputs, prepared.echoes, strict=True)
+            for choice in output.best(prepared.num_choices, echo, prepared.logprobs is not None)
+        ]
+        await exchange.send_json(200, call.format.whole(choices, _usage(call, outputs, served)))
+        return outputs, served
+
+    async def _stream(
+        self, exchange: Exchange, call: Call
+    ) -> tuple[Sequence[Output], list[Served]]:
+        prepared, n = call.prepared, call.prepared.num_choices
+        outputs = [
+            Streamed(_generations(call, i), exchange, call.format, i * n, echo)
+            for i, echo in enumerate(prepared.echoes)
+        ]
+        served = await _run_all(call, outputs)
+        usage = b""
+        if prepared.include_usage:
+            usage = call.format.usage(_usage(call, outputs, served))
+        await exchange.end_events(usage + DONE)
+        return outputs, served
+
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
+        if error.status >= 500:
+            _log.warning("request %s: %d %s", exchange.request_id, error.status, error.message)
+        if not exchange.started:
+            await exchange.send_error(error)
+            return
+        # No [DONE] follows: the stream did not end well.
+        exchange.status = error.status
+        await exchange.end_events(error_event(error.body(exchange.request_id)))
+
+    def _measure(
+        self, started: float, call: Call, outputs: Sequence[Output], served: Sequence[Served]
+    ) -> None:
+        metrics, now = self._gateway.metrics, time.monotonic()
+        metrics.e2e.observe(now - started)
+        for job, output, found in zip(call.jobs, outputs, served, strict=True):
+            metrics.prompt_tokens.inc(len(job.prompt_token_ids))
+            metrics.cached_tokens.inc(found.num_cached_tokens)
+            metrics.output_tokens.inc(output.generation.num_tokens)
+            metrics.ttft.observe(found.first_token_at - started)
+            steps = max(choice.num_tokens for choice in output.generation.choices) - 1
+            if steps > 0:
+                metrics.tpot.observe((found.last_token_at - found.first_token_at) / steps)
+
+
+def _decode_json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(None, f"The body is not valid JSON: {error}.", "invalid_json") from error
+
+
+def _generations(call: Call, i: int) -> Callable[[], Generation]:
+    prepared = call.prepared
+    n = prepared.sampling[i].n
+    return lambda: Generation(n, call.model.tokenizer, prepared.stops, prepared.min_tokens)
+
+
+def _usage(call: Call, outputs: Sequence[Output], served: Sequence[Served]) -> dict[str, Any]:
+    return usage_of(
+        sum(len(prompt) for prompt in call.prepared.prompts),
+        sum(output.generation.num_tokens for output in outputs),
+        sum(found.num_cached_tokens for found in served),
+    )
+
+
+async def _run_all(call: Call, outputs: Sequence[Output]) -> list[Served]:
+    """All prompts at once; the first failure cancels the others and is raised."""
+    if len(call.jobs) == 1:
+        return [await call.conductor.run(call.jobs[0], outputs[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(call.conductor.run(job, output))
+                for job, output in zip(call.jobs, outputs, strict=True)
+            ]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [task.result() for task in tasks]

@@ -1,0 +1,131 @@
+"""Parsers of request fields whose JSON comes in several shapes.
+
+Each takes the raw JSON value and returns one shape or raises ValueError with the rest of a
+sentence that begins with the field's name.
+"""
+
+import json
+from typing import Any
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 4096
+MAX_PROMPTS = 128
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = dict[str, Any]
+Prompt = str | list[int]
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def parse_stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"may hold at most {MAX_STOPS} strings")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(dict.fromkeys(stops))
+
+
+def parse_logit_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit()):
+            raise ValueError(f"must have token ids as keys, not {key[:32]!r}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError("must have numbers as values")
+        if not -100 <= bias <= 100:
+            raise ValueError("must have values from -100 to 100")
+        biases[int(key[:20])] = float(bias)
+    return biases
+
+
+def parse_prompts(value: Any) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a non-empty string, list of strings, or list of token ids")
+    if all(is_int(item) for item in value):
+        return [value]
+    kinds_ok = all(isinstance(item, str) for item in value) or all(
+        isinstance(item, list) and all(is_int(token) for token in item) for item in value
+    )
+    if not kinds_ok:
+        raise ValueError("must be a string, a list of strings, token ids, or lists of token ids")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"may hold at most {MAX_PROMPTS} prompts")
+    return value
+
+
+def parse_messages(value: Any) -> list[Message]:
+    if value is None or value == []:
+        raise ValueError("must not be empty")
+    if not isinstance(value, list):
+        raise ValueError("must be a list of messages")
+    return [_parse_message(message, f"[{i}]") for i, message in enumerate(value)]
+
+
+def _parse_message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(f"{place} must be an object")
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{place}.role must be one of {', '.join(ROLES)}")
+    parsed = {key: field for key, field in message.items() if field is not None}
+    content = _parse_content(message.get("content"), f"{place}.content")
+    if content is None and role != "assistant":
+        raise ValueError(f"{place}.content must not be null")
+    parsed["content"] = content or ""
+    if "tool_calls" in parsed:
+        parsed["tool_calls"] = _parse_tool_calls(parsed["tool_calls"], f"{place}.tool_calls")
+    return parsed
+
+
+def _parse_content(content: Any, place: str) -> str | None:
+    """Text parts are joined by newlines: templates of text models take one string."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place} must be a string, a list of text parts or null")
+    return "\n".join(_parse_part(part, place) for part in content)
+
+
+def _parse_part(part: Any, place: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f"{place} must hold parts with a type")
+    text = part.get("text")
+    if kind != "text":
+        raise ValueError(f"{place} holds a part of type {kind[:32]!r}; only text is supported")
+    if not isinstance(text, str):
+        raise ValueError(f"{place} holds a text part without text")
+    return text
+
+
+def _parse_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Arguments arrive as JSON text; templates expect the object."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{place} must be a list of objects")
+    return [_parse_tool_call(call, place) for call in calls]
+
+
+def _parse_tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} must hold functions with a name")
+    arguments = function.get("arguments", "")
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        parsed = arguments
+    return {**call, "function": {**function, "arguments": parsed}}

@@ -1,0 +1,86 @@
+"""Where a prompt's deltas go: gathered for a whole answer, or sent on as chunks.
+
+Both take the same deltas from the same `Generation`, so a streamed answer and a whole one have
+the same text, logprobs and counts.
+"""
+
+from collections.abc import Callable, Sequence
+
+from router.exchange import Exchange
+from router.generation import Delta, Generation, TokenLogprob
+from router.openai.format import ChoiceText, Format
+
+NewGeneration = Callable[[], Generation]
+
+
+class Gathered:
+    """Keeps everything until the end; a failed attempt can always be repeated."""
+
+    committed = False
+
+    def __init__(self, make: NewGeneration) -> None:
+        self._make = make
+        self.restart()
+
+    def restart(self) -> None:
+        self.generation = self._make()
+        count = len(self.generation.choices)
+        self._texts: list[list[str]] = [[] for _ in range(count)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
+
+    async def deliver(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._texts[delta.choice].append(delta.text)
+            self._logprobs[delta.choice].extend(delta.logprobs)
+
+    def best(self, count: int, echo: str, with_logprobs: bool) -> list[ChoiceText]:
+        """All choices, or the `count` with the highest mean log probability per token."""
+        choices = self.generation.choices
+        order = list(range(len(choices)))
+        if count < len(order):
+            order.sort(key=lambda i: -choices[i].mean_logprob)
+        return [
+            ChoiceText(
+                echo + "".join(self._texts[i]),
+                self._logprobs[i] if with_logprobs else None,
+                choices[i].finish_reason,
+            )
+            for i in order[:count]
+        ]
+
+
+class Streamed:
+    """Sends the chunks of one prompt; its choices are numbered from `base`."""
+
+    def __init__(
+        self, make: NewGeneration, exchange: Exchange, format: Format, base: int, echo: str
+    ) -> None:
+        self._make = make
+        self._exchange = exchange
+        self._format = format
+        self._base = base
+        self._echo = echo
+        self.committed = False
+        self.restart()
+
+    def restart(self) -> None:
+        self.generation = self._make()
+        self._opened = [False] * len(self.generation.choices)
+
+    async def deliver(self, deltas: Sequence[Delta]) -> None:
+        events = b"".join([self._events(delta) for delta in deltas])
+        if events:
+            self.committed = True
+            await self._exchange.send_events(events)
+
+    def _events(self, delta: Delta) -> bytes:
+        index, format = self._base + delta.choice, self._format
+        events = b""
+        if not self._opened[delta.choice]:
+            self._opened[delta.choice] = True
+            events = format.opening(index, self._echo)
+        if delta.text or delta.logprobs:
+            events += format.delta(index, delta.text, delta.logprobs)
+        if delta.finish_reason is not None:
+            events += format.finish(index, delta.finish_reason)
+        return events

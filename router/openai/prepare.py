@@ -1,0 +1,195 @@
+"""From a parsed body to what the conductor needs: token ids, sampling parameters, text rules.
+
+Makes every check that needs the model or the limits of the live workers, so that a request
+which cannot be served is refused here, before a worker sees it. The seed is always filled in.
+"""
+
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.cluster.workers import Role, WorkerRecord
+from baton.v1 import common_pb2
+from router.openai.errors import ApiError, invalid
+from router.openai.fields import Message, Prompt
+from router.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router.text import StopPatterns, TemplateError, TextModel
+
+DEFAULT_COMPLETION_TOKENS = 16
+# The sampler keeps at least one token: this keeps exactly the most likely one.
+LEAST_TOP_P = 1e-6
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Longest prompt, and longest prompt plus output, that somebody can hold."""
+
+    prompt: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    prompts: list[list[int]]
+    sampling: list[common_pb2.SamplingParams]
+    echoes: list[str]
+    num_choices: int
+    stops: StopPatterns
+    min_tokens: int
+    logprobs: int | None
+    cache_salt: str
+    stream: bool
+    include_usage: bool
+
+
+def limits_of(model: TextModel, workers: Iterable[WorkerRecord]) -> Limits:
+    own = [w for w in workers if w.layout.fingerprint == model.fingerprint]
+    decode = max((w.max_model_len for w in own if w.role is Role.DECODE), default=math.inf)
+    prefill = max((w.max_model_len for w in own if w.role is Role.PREFILL), default=math.inf)
+    total = int(min(model.max_model_len, decode))
+    return Limits(prompt=int(min(total, prefill)), total=total)
+
+
+async def prepare_chat(body: ChatBody, model: TextModel, limits: Limits) -> Prepared:
+    prompt = await _render(body.messages, model)
+    if not prompt:
+        raise invalid("messages", "messages must not render to an empty prompt.", "invalid_value")
+    asked = body.max_completion_tokens or body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _prepare(body, [prompt], model, limits, asked, None, logprobs, "messages")
+
+
+async def prepare_completion(body: CompletionBody, model: TextModel, limits: Limits) -> Prepared:
+    prompts = [await _encode(prompt, model) for prompt in body.prompt]
+    echoes = [_echo(prompt, model) if body.echo else "" for prompt in body.prompt]
+    prepared = _prepare(
+        body,
+        prompts,
+        model,
+        limits,
+        body.max_tokens,
+        DEFAULT_COMPLETION_TOKENS,
+        body.logprobs,
+        "prompt",
+        best_of=body.best_of,
+    )
+    prepared.echoes[:] = echoes
+    return prepared
+
+
+async def _render(messages: Sequence[Message], model: TextModel) -> list[int]:
+    try:
+        return await model.encode_chat(messages)
+    except TemplateError as error:
+        raise invalid("messages", f"messages: {error}.", "invalid_value") from error
+
+
+async def _encode(prompt: Prompt, model: TextModel) -> list[int]:
+    if isinstance(prompt, str):
+        token_ids = await model.encode_prompt(prompt)
+    else:
+        token_ids = prompt
+        _check_token_ids("prompt", token_ids, model)
+    if not token_ids:
+        raise invalid("prompt", "prompt must not be empty.", "invalid_value")
+    return token_ids
+
+
+def _echo(prompt: Prompt, model: TextModel) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+
+
+def _prepare(
+    body: GenerationBody,
+    prompts: list[list[int]],
+    model: TextModel,
+    limits: Limits,
+    asked: int | None,
+    default: int | None,
+    logprobs: int | None,
+    param: str,
+    best_of: int | None = None,
+) -> Prepared:
+    _check_token_ids("logit_bias", body.logit_bias, model)
+    _check_token_ids("stop_token_ids", body.stop_token_ids or (), model)
+    n = max(best_of or 1, body.num_choices)
+    ranked = n > body.num_choices  # ranking needs the logprob of every drawn token
+    sampling = []
+    for prompt in prompts:
+        max_tokens = _max_tokens(len(prompt), limits, asked, default, param)
+        _check_min_tokens(body, max_tokens)
+        reported = 0 if ranked and logprobs is None else logprobs
+        sampling.append(_sampling(body, n, max_tokens, reported))
+    return Prepared(
+        prompts=prompts,
+        sampling=sampling,
+        echoes=[""] * len(prompts),
+        num_choices=body.num_choices,
+        stops=StopPatterns(body.stop),
+        min_tokens=body.min_tokens or 0,
+        logprobs=logprobs,
+        cache_salt=body.cache_salt or "",
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+    )
+
+
+def _check_token_ids(param: str, token_ids: Iterable[int], model: TextModel) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < model.vocab_size:
+            raise invalid(
+                param,
+                f"{param} holds token id {token_id}, "
+                f"which is not in the vocabulary of {model.vocab_size} tokens.",
+                "invalid_value",
+            )
+
+
+def _check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
+    if (body.min_tokens or 0) > max_tokens:
+        message = f"min_tokens must not be above the {max_tokens} tokens that may be generated."
+        raise invalid("min_tokens", message, "invalid_value")
+
+
+def _max_tokens(
+    num_prompt_tokens: int, limits: Limits, asked: int | None, default: int | None, param: str
+) -> int:
+    room = limits.total - num_prompt_tokens
+    wanted = asked or 1
+    if num_prompt_tokens > limits.prompt or room < wanted:
+        raise _too_long(num_prompt_tokens, limits, asked, param)
+    return asked or min(default or room, room)
+
+
+def _too_long(num_prompt_tokens: int, limits: Limits, asked: int | None, param: str) -> ApiError:
+    longest = min(limits.prompt, limits.total - 1)
+    if num_prompt_tokens > longest:
+        told = f"the prompt has {num_prompt_tokens} tokens, at most {longest} fit"
+    else:
+        told = f"the prompt has {num_prompt_tokens} tokens and {asked} more were asked for"
+    message = f"The context holds {limits.total} tokens: {told}."
+    return invalid(param, message, "context_length_exceeded")
+
+
+def _sampling(
+    body: GenerationBody, n: int, max_tokens: int, logprobs: int | None
+) -> common_pb2.SamplingParams:
+    seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    return common_pb2.SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else max(body.top_p, LEAST_TOP_P),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias,
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+        n=n,
+        logprobs=logprobs,
+    )

@@ -1,0 +1,30 @@
+"""Server-sent events, cheap to make: whatever is the same in every chunk is serialised once.
+
+Knows the frame around a choice and the usage chunk; the choice's inside comes from the
+endpoint's format as ready bytes.
+"""
+
+from typing import Any
+
+import orjson
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkWriter:
+    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+        opened = orjson.dumps(head)[:-1]
+        self._open = b"data: " + opened + b',"choices":[{"index":'
+        self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._usage = b"data: " + opened + b',"choices":[],"usage":'
+
+    def choice(self, index: int, inside: bytes) -> bytes:
+        return b"%b%d,%b%b" % (self._open, index, inside, self._close)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return self._usage + orjson.dumps(usage) + b"}\n\n"
+
+
+def error_event(body: bytes) -> bytes:
+    """An in-band error; `body` is the JSON of an error answer."""
+    return b"data: " + body + b"\n\n"

@@ -1,0 +1,103 @@
+"""Everything the gateway knows of the model: tokenizer, chat template, context, vocabulary.
+
+Loaded once from a model directory. Tokenising of long prompts runs on the model's own small
+thread pool so that the event loop goes on serving others.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from router.text.template import ChatTemplate
+from router.text.tokenizer import Tokenizer, UnsupportedTokenizer
+
+T = TypeVar("T")
+
+# Shorter texts are tokenised in well under a millisecond, less than a thread hop is worth.
+INLINE_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class TextModel:
+    name: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    vocab_size: int
+    max_model_len: int
+    pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+    )
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a rendered conversation; raises TemplateError."""
+        size = sum(len(message.get("content") or "") for message in messages)
+        return await self._run(size + 64 * len(messages), lambda: self._encode_chat(messages))
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a plain prompt, with what the tokenizer puts around it."""
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, True))
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self.template is None:
+            raise UnsupportedTokenizer("this model has no chat template: use /v1/completions")
+        return self.tokenizer.encode(self.template.render(messages), False)
+
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+
+def load_text_model(name: str, directory: Path, fingerprint: str) -> TextModel:
+    """Reads a model directory; raises UnsupportedTokenizer or TemplateError."""
+    tokenizer = Tokenizer.load(directory)
+    config = _read_json(directory / "config.json")
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    source = _template_source(directory, tokenizer_config)
+    special = _special_tokens(tokenizer_config)
+    return TextModel(
+        name=name,
+        fingerprint=fingerprint,
+        tokenizer=tokenizer,
+        template=None if source is None else ChatTemplate(source, special),
+        vocab_size=int(config.get("vocab_size") or tokenizer.size),
+        max_model_len=int(config.get("max_position_embeddings") or config.get("n_ctx") or 2048),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = orjson.loads(path.read_bytes())
+    return content if isinstance(content, dict) else {}
+
+
+def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """Its own file when there is one, else inside the tokenizer's configuration."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        return named.get("default")
+    return source
+
+
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = tokenizer_config.get(key)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[key] = content
+    return tokens
