@@ -115,7 +115,8 @@ class KVTransferServicer(kv_pb2_grpc.KVTransferServicer):
 
     async def _next(self, frames: AsyncIterator[kv_pb2.KVFrame]) -> kv_pb2.KVFrame:
         try:
-            return await asyncio.wait_for(anext(frames), self._frame_timeout_s)
+            async with asyncio.timeout(self._frame_timeout_s):
+                return await anext(frames)
         except StopAsyncIteration:
             raise HandoffDamaged("the sender ended before its commit") from None
         except TimeoutError:

@@ -67,7 +67,8 @@ class _Lease:
             if left <= 0:
                 raise LeaseExpired(f"no hand-off was committed within {self._lease_s} s")
             try:
-                await asyncio.wait_for(self.done.wait(), left)
+                async with asyncio.timeout(left):
+                    await self.done.wait()
             except TimeoutError:
                 continue  # it may have been renewed meanwhile
 

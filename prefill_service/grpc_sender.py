@@ -86,7 +86,8 @@ class GrpcSender:
 
     async def _in_time(self, step: Awaitable[object], call: grpc.aio.StreamUnaryCall) -> None:
         try:
-            await asyncio.wait_for(step, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await step
         except TimeoutError:
             raise HandoffLost(
                 f"decode at {self._destination.address} took nothing for {self._timeout_s} s"

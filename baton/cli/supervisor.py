@@ -91,7 +91,8 @@ class Supervisor:
             self._say("baton", f"{spec.name} {ended}; starting it again in {wait_s:.1f} s")
             restarts.append(now)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._stop.wait()
 
     async def _run_once(self, spec: ChildSpec) -> str | None:
         """Runs a child to its end; how it ended, or None when starting again is no use."""

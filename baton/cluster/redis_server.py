@@ -89,7 +89,8 @@ class EmbeddedRedis:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._output = asyncio.create_task(self._follow(self._process, ready), name="redis")
         try:
-            await asyncio.wait_for(ready, START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await ready
         except (BatonError, TimeoutError) as error:
             await self.stop()
             reason = str(error) or f"not ready within {START_TIMEOUT_S:.0f} s"
@@ -121,7 +122,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -48,7 +48,8 @@ class Activity:
         """Refuses new requests from now on; True when none is running any more."""
         self.draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

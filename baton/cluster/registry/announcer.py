@@ -66,7 +66,8 @@ class Announcer:
                 await asyncio.sleep(wait_s)
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wanted.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._wanted.wait()
             self._wanted.clear()
             wait_s = await self._beat()
 

@@ -65,7 +65,8 @@ class Directory:
     async def wait_changed(self, timeout_s: float) -> None:
         """Returns when the snapshot next changes in any way, load included, or after a while."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     async def start(self) -> None:
         """Reads once (or finds Redis away and goes on trying), then refreshes in the background."""
@@ -88,7 +89,8 @@ class Directory:
                 await asyncio.sleep(wait_s)
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stale.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._stale.wait()
             self._stale.clear()
             wait_s = await self._refresh(backoff)
 
