@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from baton.store import StoreError, open_store
+from baton.store.manifest import Manifest
 
 app = typer.Typer(help="The models in the store.", no_args_is_help=True)
 
@@ -43,14 +42,17 @@ def ls() -> None:
     """List the models in the store."""
     with _sentences():
         manifests = open_store().list()
-    table = Table("NAME", "SIZE", "FINGERPRINT", "FROM", box=None, pad_edge=False)
-    for manifest in manifests:
-        size = f"{manifest.size / (1 << 20):,.0f} MiB"
-        table.add_row(manifest.name, size, manifest.fingerprint[:12], manifest.origin.location)
-    if manifests:
-        Console(soft_wrap=True).print(table)
-    else:
+    rows = [("NAME", "SIZE", "FINGERPRINT", "FROM"), *map(_row, manifests)]
+    width = max(len(row[0]) for row in rows)
+    for name, size, fingerprint, origin in rows if manifests else ():
+        typer.echo(f"{name:{width}}  {size:>10}  {fingerprint:12}  {origin}")
+    if not manifests:
         typer.echo("The store is empty; add a model with `baton model add PATH|HUB_ID`.", err=True)
+
+
+def _row(manifest: Manifest) -> tuple[str, str, str, str]:
+    size = f"{manifest.size / (1 << 20):,.0f} MiB"
+    return manifest.name, size, manifest.fingerprint[:12], manifest.origin.location
 
 
 @app.command()

@@ -120,7 +120,7 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
 
 def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", keys={"general.architecture": "gemma3"})
-    with pytest.raises(StoreError, match="'gemma3'.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(StoreError, match=r"'gemma3'.*llama, mistral, qwen2, qwen3"):
         config_of(path)
 
 

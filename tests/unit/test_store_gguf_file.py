@@ -34,7 +34,7 @@ def test_a_file_cut_off_anywhere_is_called_truncated(file: Path, tmp_path: Path)
     whole, cut = file.read_bytes(), tmp_path / "cut.gguf"
     for size in sorted({*range(8, 400, 7), *range(400, len(whole), 997), len(whole) - 1}):
         cut.write_bytes(whole[:size])
-        with pytest.raises(StoreError, match="truncated or damaged.*download it again"):
+        with pytest.raises(StoreError, match=r"truncated or damaged.*download it again"):
             read_gguf(cut)
 
 

@@ -181,7 +181,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path: Path, kind: str) -> None
     ],
 )
 def test_a_contradictory_vocabulary_means_damage(tmp_path: Path, keys: dict[str, Any]) -> None:
-    with pytest.raises(StoreError, match="damaged, its tokenizer has .*; download it again"):
+    with pytest.raises(StoreError, match=r"damaged, its tokenizer has .*; download it again"):
         tokenizer_of(write_gguf(tmp_path / "m.gguf", keys=keys))
 
 
