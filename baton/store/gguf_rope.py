@@ -14,6 +14,14 @@ from baton.store.gguf_metadata import Metadata
 
 _LLAMA3_CONTEXTS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
 _TOLERANCE = 1e-3
+_YARN_USUAL = {
+    "attn_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_log_multiplier": 0.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+}
 
 
 def rope_parameters(metadata: Metadata, head_dim: int, freqs: Sequence[float]) -> dict[str, Any]:
@@ -30,6 +38,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
+        _refuse_tuned_yarn(metadata)
         return {
             "rope_type": "yarn",
             "factor": factor,
@@ -41,6 +50,15 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
         f"{metadata.path} scales RoPE by {kind!r}, which is not supported; "
         "get a model with linear, yarn or llama3 scaling, or none."
     )
+
+
+def _refuse_tuned_yarn(metadata: Metadata) -> None:
+    for key, usual in _YARN_USUAL.items():
+        if metadata.real(f"rope.scaling.{key}", usual) != usual:
+            raise StoreError(
+                f"{metadata.path} tunes YaRN by {key}, which is not supported from GGUF; "
+                "use the model's Hugging Face directory instead."
+            )
 
 
 def _llama3(
@@ -72,7 +90,7 @@ def _same(left: Sequence[float], right: Sequence[float]) -> bool:
 def llama3_divisors(
     theta: float, head_dim: int, factor: float, context: int, low: float = 1.0, high: float = 4.0
 ) -> list[float]:
-    """What each frequency is divided by: 1 when short-waved, `factor` when long, between between"""
+    """What each frequency is divided by: 1 for short waves, `factor` for long"""
     divisors = []
     for i in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * i / head_dim)

@@ -153,8 +153,7 @@ class ModelStore:
 
     def _fill(self, importer: Importer, scratch: Path, source: Source, name: str) -> Manifest:
         require_space(importer.needed_bytes(scratch), self._models, self._free)
-        text = f"Storing model {name} from {source.origin.location}"
-        with self._reporter.task(text, importer.work_bytes) as advance:
+        with self._reporter.task(f"Storing model {name}", importer.work_bytes) as advance:
             known = importer.write(scratch, advance)
             manifest = describe(scratch, name, source.origin, known, lambda _: None)
         manifest.write(scratch)

@@ -16,6 +16,14 @@ MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("1", "2"), ("Ġ", 
 TOKENS = (*SPECIALS, "<tool>", *ALPHABET, *dict.fromkeys(a + b for a, b in MERGES))
 TYPES = (3, 3, 3, 4, *(1 for _ in TOKENS[4:]))
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+STORED_FILES = {
+    "baton.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 
 Shapes = dict[str, tuple[int, ...]]
 CONFIG = {

@@ -118,6 +118,13 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
         config_of(path)
 
 
+def test_a_tuned_yarn_is_refused(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 8.0}
+    keys = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    with pytest.raises(StoreError, match="tunes YaRN by yarn_beta_fast"):
+        config_of(write_gguf(tmp_path / "m.gguf", keys=keys))
+
+
 def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", keys={"general.architecture": "gemma3"})
     with pytest.raises(StoreError, match=r"'gemma3'.*llama, mistral, qwen2, qwen3"):

@@ -159,3 +159,9 @@ def test_an_unreadable_number_format_is_refused_with_an_alternative(tmp_path: Pa
     importer = GGUFImporter(write_gguf(tmp_path / "m.gguf", weights))
     with pytest.raises(StoreError, match=r"format F64, which cannot be read; get a conversion"):
         importer.write(tmp_path, lambda _: None)
+
+
+def test_one_part_of_a_split_file_is_refused_with_the_way_to_join_them(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", keys={"split.count": 3})
+    with pytest.raises(StoreError, match=r"one of 3 parts; join them first with"):
+        GGUFImporter(path)
