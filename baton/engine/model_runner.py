@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.ops.attention import AttentionBatch, DecodeGroup, PrefillChunk, Window
+from baton.engine.ops.attention import AttentionBatch, DecodeGroup, PrefillChunk, Rows, Window
 from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 
 
@@ -84,7 +84,7 @@ class ModelRunner:
         masks = {
             window: _decode_mask(lengths, window, self.model.dtype) for window in self._windows
         }
-        return DecodeGroup(len(items), longest, self._rows(table), masks)
+        return DecodeGroup(len(items), longest, self._rows(table, len(items)), masks)
 
     def _prefill_chunk(self, item: ScheduledSequence, start: int) -> PrefillChunk:
         computed, new = item.seq.num_computed_tokens, item.num_new_tokens
@@ -98,8 +98,10 @@ class ModelRunner:
         }
         return PrefillChunk(start, start + new, length, rows, masks)
 
-    def _rows(self, block_ids: ListOf[int]) -> Tensor:
-        """Rows of a layer's table: the key blocks, then the value blocks."""
+    def _rows(self, block_ids: list[int], num_seqs: int = 1) -> Rows:
+        first = block_ids[0]
+        if num_seqs == 1 and block_ids == list(range(first, first + len(block_ids))):
+            return first
         keys = torch.tensor(block_ids)
         return torch.cat((keys, keys + self.kv_cache.num_blocks))
 

@@ -32,7 +32,7 @@ class Attention:
         self.qkv = fused_linear(source, prefix, parts, hidden, config.qkv_bias)
         self.out = fused_linear(source, prefix, (("o_proj", hidden),), q_size, config.o_bias)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.head_dim, self.eps = config.head_dim, torch.tensor(config.rms_norm_eps)
         self.window = config.windows[layer]
         self.qk_norm = _head_norms(config, prefix, source) if config.qk_norm else None
 
@@ -48,8 +48,7 @@ class Attention:
         rotated = self.num_heads + self.num_kv_heads
         heads = qkv[:, :rotated]
         if self.qk_norm is not None:
-            normed = F.rms_norm(heads, (self.head_dim,), None, self.eps)
-            torch.mul(normed, self.qk_norm, out=heads)
+            heads.copy_(rms_norm(heads, self.qk_norm, self.eps))
         apply_rope_(heads, *rope)
         kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
         slots, table = cache
@@ -72,11 +71,11 @@ class MLP:
 class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, source: TensorSource) -> None:
         prefix, hidden = f"model.layers.{layer}", (config.hidden_size,)
-        self.input_norm = source(f"{prefix}.input_layernorm.weight", hidden)
-        self.post_norm = source(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self.input_norm = source(f"{prefix}.input_layernorm.weight", hidden).float()
+        self.post_norm = source(f"{prefix}.post_attention_layernorm.weight", hidden).float()
         self.attention = Attention(config, layer, source)
         self.mlp = MLP(config, layer, source)
-        self.eps = config.rms_norm_eps
+        self.eps = torch.tensor(config.rms_norm_eps)
 
     def __call__(
         self,
@@ -104,7 +103,8 @@ class DecoderModel:
         self.dtype = self.embedding.dtype
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         self.layers = [DecoderLayer(config, i, source) for i in range(config.num_layers)]
-        self.final_norm = source("model.norm.weight", (config.hidden_size,))
+        self.final_norm = source("model.norm.weight", (config.hidden_size,)).float()
+        self.eps = torch.tensor(config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.head = LinearWeight(self.embedding if tied else source("lm_head.weight", vocab))
 
@@ -128,7 +128,7 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (n, vocab) of hidden states."""
-        return self.head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
+        return self.head(rms_norm(hidden, self.final_norm, self.eps)).float()
 
 
 def fused_linear(
@@ -151,4 +151,4 @@ def _head_norms(config: ModelConfig, prefix: str, source: TensorSource) -> Tenso
     shape = (config.head_dim,)
     query = source(f"{prefix}.q_norm.weight", shape).expand(config.num_heads, -1)
     key = source(f"{prefix}.k_norm.weight", shape).expand(config.num_kv_heads, -1)
-    return torch.cat((query, key))
+    return torch.cat((query, key)).float()

@@ -13,17 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Window = int | None
+Rows = Tensor | int
+"""Where the context of some sequences is in a layer's table: the rows of all their key blocks,
+then of their value blocks. A lone sequence whose blocks are consecutive needs only the number of
+the first: it is read in place."""
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences with one query token. `rows` picks the blocks of all of them from a layer's
-    table, keys then values; `masks[window]` is (sequence, 1, 1, max_context), None when every
-    sequence sees all of it."""
+    """Sequences with one query token. `masks[window]` is (sequence, 1, 1, max_context), None
+    when every sequence sees all of it."""
 
     num_seqs: int
     max_context: int
-    rows: Tensor
+    rows: Rows
     masks: Mapping[Window, Tensor | None]
 
 
@@ -36,7 +39,7 @@ class PrefillChunk:
     start: int
     end: int
     context_len: int
-    rows: Tensor | None
+    rows: Rows | None
     masks: Mapping[Window, Tensor | None]
 
 
@@ -60,6 +63,8 @@ def paged_attention(
     """Attention output (n, head, head_dim) of queries (n, head, head_dim). `kv` holds the
     batch's own keys and values, (n, key|value, kv_head, head_dim), already written to the cache
     whose layer is `table`."""
+    if not batch.prefills and batch.decodes is not None:
+        return _decode(q, kv, table, batch.decodes, window)
     outputs = []
     if batch.decodes is not None:
         outputs.append(_decode(q[: batch.decodes.num_seqs], kv, table, batch.decodes, window))
@@ -68,19 +73,29 @@ def paged_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _context(table: Tensor, rows: Tensor, num_seqs: int, kv: Tensor) -> Tensor:
-    """(key|value, sequence, kv_head, slots, head_dim) of the blocks in `rows`."""
-    picked = table.index_select(0, rows)
-    return picked.view(2, num_seqs, -1, kv.shape[2], kv.shape[3]).transpose(2, 3)
+def _context(table: Tensor, rows: Rows, kv: Tensor, num_seqs: int, length: int) -> list[Tensor]:
+    """Keys and values (sequence, kv_head, length, head_dim) of the blocks in `rows`. One strided
+    view each: at small batches the views would otherwise cost more than the copy."""
+    num_kv_heads, head_dim = kv.shape[2:]
+    slot = num_kv_heads * head_dim
+    if isinstance(rows, Tensor):
+        picked = table.index_select(0, rows)
+        start, values = 0, picked.numel() // 2
+        per_seq = values // num_seqs
+    else:
+        picked, per_seq = table, 0
+        start = table.storage_offset() + rows * table.shape[1]
+        values = table.numel() // 2
+    size, stride = (num_seqs, num_kv_heads, length, head_dim), (per_seq, head_dim, slot, 1)
+    return [picked.as_strided(size, stride, offset + start) for offset in (0, values)]
 
 
 def _decode(q: Tensor, kv: Tensor, table: Tensor, group: DecodeGroup, window: Window) -> Tensor:
     b, num_heads, head_dim = q.shape
-    context = _context(table, group.rows, b, kv)[:, :, :, : group.max_context]
+    keys, values = _context(table, group.rows, kv, b, group.max_context)
     # The query heads that share a KV head become query positions, so KV is read once.
     folded = q.view(b, kv.shape[2], num_heads // kv.shape[2], head_dim)
-    mask = group.masks[window]
-    out = F.scaled_dot_product_attention(folded, context[0], context[1], attn_mask=mask)
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.masks[window])
     return out.reshape(b, num_heads, head_dim)
 
 
@@ -89,7 +104,7 @@ def _prefill(q: Tensor, kv: Tensor, table: Tensor, chunk: PrefillChunk, window: 
     if chunk.rows is None:
         keys, values = kv[chunk.start : chunk.end].permute(1, 2, 0, 3)
     else:
-        keys, values = _context(table, chunk.rows, 1, kv)[:, 0, :, : chunk.context_len]
+        keys, values = (x[0] for x in _context(table, chunk.rows, kv, 1, chunk.context_len))
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     # (kv_head, group, ...): a KV head is broadcast over its group without copying it.
