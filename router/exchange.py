@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from router.openai.errors import ApiError
 
 MAX_BODY_BYTES = 16 << 20
+# A body up to here is read to its end and thrown away, so that the client reads the refusal.
+MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
 MAX_REQUEST_ID = 128
 _PRINTABLE = re.compile(rb"[!-~]+")
@@ -47,7 +49,7 @@ class Exchange:
     async def read_body(self) -> bytes:
         """Raises ApiError when it is too large or too slow, ClientGone when it breaks off."""
         for name, value in self._headers:
-            if name == b"content-length" and value.isdigit() and int(value) > MAX_BODY_BYTES:
+            if name == b"content-length" and value.isdigit() and int(value) > MAX_DISCARDED_BYTES:
                 raise _too_large()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -64,10 +66,13 @@ class Exchange:
                 raise ClientGone
             piece = message.get("body", b"")
             size += len(piece)
-            if size > MAX_BODY_BYTES:
+            if size > MAX_DISCARDED_BYTES:
                 raise _too_large()
-            pieces.append(piece)
+            if size <= MAX_BODY_BYTES:
+                pieces.append(piece)
             more = message.get("more_body", False)
+        if size > MAX_BODY_BYTES:
+            raise _too_large()
         return b"".join(pieces)
 
     @asynccontextmanager

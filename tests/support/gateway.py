@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import orjson
 import uvicorn
+from fastapi import FastAPI
 
 from baton.cluster.settings import RouterSettings
 from router.app import create_app
@@ -22,10 +23,18 @@ COMPLETIONS = "/v1/completions"
 USER_HI = [{"role": "user", "content": "hi"}]
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # signals belong to pytest
+@contextlib.asynccontextmanager
+async def _serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+    """uvicorn without its signal handlers (those belong to pytest) and its 0.1 s ticks."""
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
+    try:
+        yield
+    finally:
+        await server.shutdown(sockets=[listener])
 
 
 @dataclass
@@ -82,22 +91,17 @@ async def running_gateway(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await until(lambda: server.started)
-            if not callable(model):
-                await asyncio.wait_for(loaded.wait(), 10)
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits
-            ) as client:
-                yield RunningGateway(gateway, cluster, client, port)
+            async with _serving(app, listener):
+                if not callable(model):
+                    async with asyncio.timeout(10):
+                        await loaded.wait()
+                limits = httpx.Limits(max_connections=None)
+                async with httpx.AsyncClient(
+                    base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits
+                ) as client:
+                    yield RunningGateway(gateway, cluster, client, port)
         finally:
-            server.should_exit = True
-            await serving
             await cluster.stop()
 
 

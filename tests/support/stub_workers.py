@@ -401,7 +401,8 @@ class FakeDirectory:
 
     async def wait_changed(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()
