@@ -80,11 +80,12 @@ def _context(table: Tensor, rows: Rows, kv: Tensor, num_seqs: int, length: int) 
     slot = num_kv_heads * head_dim
     if isinstance(rows, Tensor):
         picked = table.index_select(0, rows)
-        start, values = 0, picked.numel() // 2
+        start: int = 0
+        values = picked.numel() // 2
         per_seq = values // num_seqs
     else:
         picked, per_seq = table, 0
-        start = table.storage_offset() + rows * table.shape[1]
+        start = int(table.storage_offset()) + rows * table.shape[1]
         values = table.numel() // 2
     size, stride = (num_seqs, num_kv_heads, length, head_dim), (per_seq, head_dim, slot, 1)
     return [picked.as_strided(size, stride, offset + start) for offset in (0, values)]
