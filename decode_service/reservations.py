@@ -20,7 +20,6 @@ from enum import Enum, auto
 
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.engine import Engine
-from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import Sequence
 from baton.engine.transfer.base import FirstToken, HandoffRefused
@@ -63,17 +62,6 @@ class Reservations:
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def sequence(self, prompt: list[int], sampling: SamplingParams, cache_salt: str) -> Sequence:
-        """Raises ValueError when the request can never fit this worker."""
-        config = self._scheduler.config
-        longest = len(prompt) + sampling.max_tokens
-        if longest > config.capacity:
-            raise ValueError(
-                f"prompt ({len(prompt)}) plus max_tokens ({sampling.max_tokens}) can never fit "
-                f"this worker's {config.capacity} tokens"
-            )
-        return Sequence(prompt, sampling, fingerprint=config.fingerprint, cache_salt=cache_salt)
 
     def reserve(self, seq: Sequence) -> Reservation:
         """Raises NoFreeBlocks when there is no room now."""
@@ -137,7 +125,7 @@ class Reservations:
             raise NoFreeBlocks(f"{len(scheduler.waiting)} sequences wait for blocks")
         held = blocks.reusable_prefix(seq)
         # One more block per choice, so that it is not preempted as soon as it starts.
-        wanted = blocks.blocks_for(seq.num_prompt_tokens) + len(seq.choices)
+        wanted = blocks.blocks_for(seq.num_initial_tokens) + len(seq.choices)
         promised = min(wanted, blocks.num_blocks) - len(held)
         if not blocks.can_take(promised, held):
             raise NoFreeBlocks(f"{promised} blocks needed, {blocks.num_available} available")
@@ -150,7 +138,7 @@ class Reservations:
     def _take_blocks(self, reservation: Reservation) -> None:
         seq = reservation.seq
         self._blocks.withdraw_promise(reservation.num_promised)
-        missing = self._blocks.blocks_for(seq.num_prompt_tokens) - reservation.num_held
+        missing = self._blocks.blocks_for(seq.num_initial_tokens) - reservation.num_held
         seq.block_table = seq.block_table + self._blocks.allocate(missing)
 
     def _promise_again(self, reservation: Reservation) -> None:
@@ -172,7 +160,7 @@ class Reservations:
     def _join(self, reservation: Reservation, first_tokens: tuple[FirstToken, ...]) -> None:
         seq, scheduler = reservation.seq, self._scheduler
         scheduler.num_promised_seqs -= len(seq.choices)
-        seq.num_computed_tokens = seq.num_prompt_tokens
+        seq.num_computed_tokens = seq.num_initial_tokens
         seq.num_published_blocks = reservation.num_held
         self._blocks.publish_computed(seq)
         live = [first for first in first_tokens if first.finish_reason is None]

@@ -13,6 +13,7 @@ from baton.v1 import decode_pb2 as pb
 from baton.worker.faults import status_of_faults
 from baton.worker.status import WorkerStatus
 from baton.worker.translate import (
+    continuation_of,
     first_token_from_pb,
     layout_difference,
     output_to_pb,
@@ -45,9 +46,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return pb.StopChoiceResponse(stopped=stopped)
 
     def _job(self, request: pb.GenerateRequest) -> GenerateJob:
+        sampling = sampling_from_pb(request.sampling, self._vocab_size)
+        output, choice = continuation_of(request, sampling, self._vocab_size)
         return GenerateJob(
             prompt=prompt_from_pb(request.prompt_token_ids, self._vocab_size),
-            sampling=sampling_from_pb(request.sampling, self._vocab_size),
+            sampling=sampling,
+            output=output,
+            choice=choice,
             cache_salt=request.cache_salt,
             prefill_here=request.prefill_here,
         )

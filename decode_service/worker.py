@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.kv_cache import KVCache
@@ -29,6 +29,9 @@ class GenerateJob:
     sampling: SamplingParams
     cache_salt: str = ""
     prefill_here: bool = False
+    output: list[int] = field(default_factory=list)
+    choice: int | None = None
+    """With `output`: one choice that goes on here."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ class _Lease:
 class _Tally:
     """What one request has come to: which choices have ended, times, recomputes."""
 
-    def __init__(self, num_choices: int) -> None:
-        self._left = set(range(num_choices))
+    def __init__(self, choices: tuple[int, ...]) -> None:
+        self._left = set(choices)
         self._seqs: dict[int, Sequence] = {}
         self._reserved_at = self._began_at = time.monotonic()
         self.num_cached_tokens = 0
@@ -130,8 +133,8 @@ class DecodeWorker:
         Raises NoFreeBlocks, QueueFull, Draining, LeaseExpired, EngineFailed, or ValueError when
         the request can never fit."""
         with self._activity.request():
-            seq = self._reservations.sequence(job.prompt, job.sampling, job.cache_salt)
-            tally = _Tally(job.sampling.n)
+            seq = self._sequence(job)
+            tally = _Tally(seq.choices)
             with self._engine.stream(seq.group) as stream, self._admit(seq, job) as admitted:
                 reserved, lease, reservation = admitted
                 yield reserved
@@ -142,6 +145,23 @@ class DecodeWorker:
                     tally.add(outputs)
                     yield [output for output in outputs if output.token is not None]
             yield tally.done(job.prefill_here)
+
+    def _sequence(self, job: GenerateJob) -> Sequence:
+        config = self._engine.engine.scheduler.config
+        longest = len(job.prompt) + job.sampling.max_tokens
+        if longest > config.capacity:
+            raise ValueError(
+                f"prompt ({len(job.prompt)}) plus max_tokens ({job.sampling.max_tokens}) can "
+                f"never fit this worker's {config.capacity} tokens"
+            )
+        return Sequence(
+            job.prompt,
+            job.sampling,
+            output_token_ids=job.output,
+            choice=job.choice,
+            fingerprint=config.fingerprint,
+            cache_salt=job.cache_salt,
+        )
 
     def stop_choice(self, reservation_id: str, choice: int) -> bool:
         """Ends one choice; False when it has ended already or was never known."""

@@ -40,7 +40,7 @@ class Handoff:
     async def complete(self, firsts: tuple[StepOutput, ...]) -> None:
         """Ships the rest and commits. Raises HandoffError when decode did not take it."""
         tokens = (
-            FirstToken(output.choice, output.token, output.finish_reason)
+            FirstToken(output.choice, output.token, output.index, output.finish_reason)
             for output in firsts
             if output.token is not None
         )
@@ -60,7 +60,7 @@ class Handoff:
         try:
             while isinstance(done := await self._progress.get(), int):
                 await self._send_until(done // block_size)
-            await self._send_until(-(-self._seq.num_prompt_tokens // block_size))
+            await self._send_until(-(-self._seq.num_initial_tokens // block_size))
             await self._sender.commit(Commit(self.num_frames, done))
         finally:
             await self._sender.abort()

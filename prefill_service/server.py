@@ -11,7 +11,7 @@ from baton.engine.transfer.base import HandoffError, HandoffLost, KVSender
 from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.v1 import prefill_pb2 as pb
 from baton.worker.faults import status_of_faults
-from baton.worker.translate import output_to_pb, prompt_from_pb, sampling_from_pb
+from baton.worker.translate import continuation_of, output_to_pb, prompt_from_pb, sampling_from_pb
 from prefill_service.grpc_sender import GrpcSender
 from prefill_service.worker import Done, Event, PrefillJob, PrefillWorker, Started
 
@@ -43,9 +43,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def _job(self, request: pb.PrefillRequest) -> PrefillJob:
         has_destination = request.HasField("destination")
+        sampling = sampling_from_pb(request.sampling, self._vocab_size)
+        output, choice = continuation_of(request, sampling, self._vocab_size)
         return PrefillJob(
             prompt=prompt_from_pb(request.prompt_token_ids, self._vocab_size),
-            sampling=sampling_from_pb(request.sampling, self._vocab_size),
+            sampling=sampling,
+            output=output,
+            choice=choice,
             cache_salt=request.cache_salt,
             open_sender=partial(self._sender, request.destination) if has_destination else None,
             held_blocks=frozenset(request.destination.held_blocks),

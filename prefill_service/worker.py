@@ -7,7 +7,7 @@ hand-off ship what is complete, and shows the first tokens before the KV has lan
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine, Stream
 from baton.engine.kv_cache import KVCache
@@ -42,6 +42,9 @@ class PrefillJob:
     prompt: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    output: list[int] = field(default_factory=list)
+    choice: int | None = None
+    """With `output`: one choice that goes on here."""
     open_sender: Callable[[], KVSender] | None = None
     held_blocks: Collection[int] = ()
 
@@ -77,7 +80,7 @@ class PrefillWorker:
                 if handoff and not finished:
                     await handoff.complete(firsts)
             yield Done(
-                num_computed_tokens=seq.num_prompt_tokens - seq.num_cached_tokens,
+                num_computed_tokens=seq.num_initial_tokens - seq.num_cached_tokens,
                 compute_s=first_at - started,
                 transfer_s=time.monotonic() - first_at,
                 bytes_sent=handoff.bytes_sent if handoff else 0,
@@ -87,13 +90,18 @@ class PrefillWorker:
 
     def _sequence(self, job: PrefillJob) -> Sequence:
         config = self._engine.engine.scheduler.config
-        if len(job.prompt) > config.capacity:
+        num_tokens = len(job.prompt) + len(job.output)
+        if num_tokens > config.capacity:
             raise ValueError(
-                f"a prompt of {len(job.prompt)} tokens can never fit this worker's "
-                f"{config.capacity}"
+                f"a prompt of {num_tokens} tokens can never fit this worker's {config.capacity}"
             )
         return Sequence(
-            job.prompt, job.sampling, fingerprint=config.fingerprint, cache_salt=job.cache_salt
+            job.prompt,
+            job.sampling,
+            output_token_ids=job.output,
+            choice=job.choice,
+            fingerprint=config.fingerprint,
+            cache_salt=job.cache_salt,
         )
 
     async def _follow(

@@ -169,7 +169,7 @@ class Scheduler:
         seq.num_computed_tokens += item.num_new_tokens
         again = max(0, min(seq.num_computed_tokens, seq.recompute_below) - start)
         seq.num_recomputed_tokens += again
-        prompt = max(0, min(seq.num_computed_tokens, seq.num_prompt_tokens) - start)
+        prompt = max(0, min(seq.num_computed_tokens, seq.num_initial_tokens) - start)
         self.prefill_tokens_computed += max(0, prompt - again)
         self.blocks.publish_computed(seq)
 
@@ -189,7 +189,7 @@ class PrefillScheduler(Scheduler):
         self.held.append(seq)
         seq.status = SequenceStatus.HELD
         return [
-            self._output(seq, token, choice, 0)
+            self._output(seq, token, choice, seq.num_output_tokens)
             for choice, token in zip(seq.choices, tokens, strict=True)
         ]
 

@@ -33,24 +33,28 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """`group` is the id of the request; choices of one request share it."""
+    """`group` is the id of the request; choices of one request share it. With
+    `output_token_ids` and `choice` it is one choice that began elsewhere and goes on here:
+    prefill computes its initial tokens, prompt and output alike."""
 
     def __init__(
         self,
         prompt_token_ids: ListOf[int],
         sampling: SamplingParams,
         *,
-        group: int | None = None,
+        output_token_ids: ListOf[int] = (),
+        choice: int | None = None,
         fingerprint: str = "",
         cache_salt: str = "",
     ) -> None:
         self.seq_id = next(_ids)
-        self.group = self.seq_id if group is None else group
+        self.group = self.seq_id
         self.arrival = self.seq_id
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_initial_tokens = len(self.token_ids)
         self.sampling = sampling
-        self.choices: tuple[int, ...] = tuple(range(sampling.n))
+        self.choices: tuple[int, ...] = tuple(range(sampling.n)) if choice is None else (choice,)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.block_table: list[int] = []

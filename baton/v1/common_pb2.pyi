@@ -81,6 +81,14 @@ class Token(_message.Message):
     finish_reason: FinishReason
     def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
+class Continuation(_message.Message):
+    __slots__ = ("choice", "output_token_ids")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, choice: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class KVLayout(_message.Message):
     __slots__ = ("fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

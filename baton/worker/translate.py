@@ -10,6 +10,8 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, SampledToken, StepOutput
 from baton.engine.transfer.base import FirstToken
 from baton.v1 import common_pb2 as pb
+from baton.v1.decode_pb2 import GenerateRequest
+from baton.v1.prefill_pb2 import PrefillRequest
 
 _REASON_TO_PB = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -19,12 +21,14 @@ _REASON_TO_PB = {
 _REASON_FROM_PB = {value: key for key, value in _REASON_TO_PB.items()}
 
 
-def prompt_from_pb(token_ids: ListOf[int], vocab_size: int) -> list[int]:
+def prompt_from_pb(
+    token_ids: ListOf[int], vocab_size: int, name: str = "prompt_token_ids"
+) -> list[int]:
     prompt = list(token_ids)
     if not prompt:
-        raise ValueError("prompt_token_ids must not be empty")
+        raise ValueError(f"{name} must not be empty")
     if max(prompt) >= vocab_size:
-        raise ValueError(f"prompt_token_ids: {max(prompt)} is outside the vocabulary {vocab_size}")
+        raise ValueError(f"{name}: {max(prompt)} is outside the vocabulary {vocab_size}")
     return prompt
 
 
@@ -63,6 +67,19 @@ def sampling_from_pb(message: pb.SamplingParams, vocab_size: int) -> SamplingPar
     )
 
 
+def continuation_of(
+    request: PrefillRequest | GenerateRequest, sampling: SamplingParams, vocab_size: int
+) -> tuple[list[int], int | None]:
+    """Output so far and the choice that goes on; nothing and None for a fresh request."""
+    if not request.HasField("continuation"):
+        return [], None
+    message = request.continuation
+    output = prompt_from_pb(message.output_token_ids, vocab_size, "continuation.output_token_ids")
+    if sampling.n != 1 or len(output) >= sampling.max_tokens:
+        raise ValueError("a continuation is one choice with tokens left to generate")
+    return output, message.choice
+
+
 def _token_to_pb(
     choice: int, token: SampledToken, index: int, reason: FinishReason | None
 ) -> pb.Token:
@@ -83,7 +100,7 @@ def output_to_pb(output: StepOutput) -> pb.Token:
 
 
 def first_token_to_pb(first: FirstToken) -> pb.Token:
-    return _token_to_pb(first.choice, first.token, 0, first.finish_reason)
+    return _token_to_pb(first.choice, first.token, first.index, first.finish_reason)
 
 
 def first_token_from_pb(message: pb.Token) -> FirstToken:
@@ -91,7 +108,7 @@ def first_token_from_pb(message: pb.Token) -> FirstToken:
     ids, values = message.logprobs.top_token_ids, message.logprobs.top_logprobs
     top = tuple(zip(ids, values, strict=True))
     token = SampledToken(message.token_id, logprob, top)
-    return FirstToken(message.choice, token, _REASON_FROM_PB[message.finish_reason])
+    return FirstToken(message.choice, token, message.index, _REASON_FROM_PB[message.finish_reason])
 
 
 _LAYOUT_FIELDS = [field.name for field in fields(KVLayout) if field.name != "layer_kinds"]

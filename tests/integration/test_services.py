@@ -179,6 +179,32 @@ async def test_sampling_survives_the_split(pair: Pair, llm: LLM) -> None:
         assert served.texts() == offline(llm, prompt, **params)
 
 
+@pytest.mark.parametrize("done", [1, 4, 5, 11, 19])
+async def test_a_choice_goes_on_elsewhere_with_the_tokens_it_would_have_given(
+    pair: Pair, llm: LLM, done: int
+) -> None:
+    """Seeds, penalties, minimum length and logprobs all follow from the tokens so far."""
+    params = {
+        "temperature": 0.9,
+        "seed": 11,
+        "max_tokens": 20,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.4,
+        "min_tokens": 15,
+        "logprobs": 2,
+    }
+    prompt = random_prompt(21)
+    whole = offline(llm, prompt, **params, n=3)[2]
+    continuation = common_pb2.Continuation(choice=2, output_token_ids=whole[:done])
+    served = await pair.client.serve(prompt, sampling_pb(**params), continuation=continuation)
+    assert served.tokens == {2: whole}
+    assert served.prefill_done
+    assert served.prefill_done.num_computed_tokens == len(prompt) + done
+    assert len(served.logprobs[2]) == len(whole) - done
+    await pair.settle()
+
+
 async def test_concurrent_requests_in_a_tiny_pool_are_preempted_and_keep_their_text(
     tiny_llama: Path, llm: LLM
 ) -> None:

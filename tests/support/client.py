@@ -56,26 +56,42 @@ class PairClient:
             await channel.close()
 
     async def reserve(
-        self, prompt: list[int], sampling: common_pb2.SamplingParams, salt: str = ""
+        self,
+        prompt: list[int],
+        sampling: common_pb2.SamplingParams,
+        salt: str = "",
+        continuation: common_pb2.Continuation | None = None,
     ) -> tuple[Any, common_pb2.Reservation]:
         request = decode_pb2.GenerateRequest(
-            request_id="r", prompt_token_ids=prompt, sampling=sampling, cache_salt=salt
+            request_id="r",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            cache_salt=salt,
+            continuation=continuation,
         )
         call = self.decode.Generate(request, timeout=60)
         event = await anext(aiter(call))
         return call, event.reserved.reservation
 
     async def serve(
-        self, prompt: list[int], sampling: common_pb2.SamplingParams, salt: str = ""
+        self,
+        prompt: list[int],
+        sampling: common_pb2.SamplingParams,
+        salt: str = "",
+        continuation: common_pb2.Continuation | None = None,
     ) -> Served:
+        """With `continuation` the result begins with the tokens it names."""
         served = Served()
-        call, reservation = await self.reserve(prompt, sampling, salt)
+        if continuation is not None:
+            served.tokens[continuation.choice] = list(continuation.output_token_ids)
+        call, reservation = await self.reserve(prompt, sampling, salt, continuation)
         request = prefill_pb2.PrefillRequest(
             request_id="r",
             prompt_token_ids=prompt,
             sampling=sampling,
             destination=reservation,
             cache_salt=salt,
+            continuation=continuation,
         )
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)

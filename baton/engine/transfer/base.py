@@ -49,6 +49,8 @@ class FirstToken:
 
     choice: int
     token: SampledToken
+    index: int
+    """Its position in the choice's output."""
     finish_reason: FinishReason | None = None
 
 
