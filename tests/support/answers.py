@@ -84,7 +84,7 @@ async def gather_events(response: httpx.Response) -> Answer:
     usage: dict[str, Any] | None = None
     done = False
     async for event in events_of(response):
-        assert not done and usage is None or event == "[DONE]", "something came after the end"
+        assert (not done and usage is None) or event == "[DONE]", "something came after the end"
         if event == "[DONE]":
             done = True
         elif not event["choices"]:

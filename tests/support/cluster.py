@@ -213,7 +213,7 @@ async def running_cluster(
     stored = resolve(model, progress=False)
     redis = EmbeddedRedis()
     url = await redis.start()
-    values = {"dtype": "float32", "chunk_size": 64, "num_blocks": 256, "threads": 2, **worker}
+    values = {"dtype": "float32", "chunk_size": 64, "num_blocks": 256, "threads": 1, **worker}
     cluster = Cluster(stored, url, values)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(redis.stop)
