@@ -2,9 +2,9 @@
 
 Owns the order of the calls, retries and cancellation; knows neither HTTP nor text. Decode
 reserves before prefill computes; the first token comes from prefill, the rest from decode.
-Invariants: both calls of an attempt end with it, whatever happens; an attempt is repeated
-only while nothing of it has reached the client; a finish reason is always a worker's or a
-stop string's, never made up here.
+Invariants: both calls of an attempt end with it, whatever happens; when a worker is lost, each
+choice goes on from the tokens it has given, so nothing is repeated and nothing is missing; a
+finish reason is always a worker's or a stop string's, never made up here.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefi
 from router.admission import Admission, Slot
 from router.calls import WorkerCall, WorkerFault, WorkerFull
 from router.generation import BrokenSequence, Generation
-from router.job import Job, Output, Served, Workers
+from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
 from router.placement import NoWorker, Pair, Placement
 
@@ -50,54 +50,72 @@ class Conductor:
 
     async def run(self, job: Job, output: Output) -> Served:
         """Serves a job to its end. Raises BatonError when it cannot."""
-        async with self.admission.slot(job.queue_deadline) as slot:
-            full: set[str] = set()
-            failures: list[WorkerFault] = []
-            while True:
-                try:
-                    pair = await self._choose(job, full, failures)
-                except NoWorker:
-                    if not full:
-                        raise
-                    full.clear()
-                    await slot.refused()
-                    continue
-                try:
-                    return await self._attempt(job, pair, output, slot)
-                except WorkerFull as error:
-                    if output.committed:
-                        raise
-                    full.add(error.worker.worker_id)
-                except WorkerFault as error:
-                    failures.append(error)
-                    self._give_up_or_retry(error, output, len(failures))
-                output.restart()
-
-    async def _attempt(self, job: Job, pair: Pair, output: Output, slot: Slot) -> Served:
         served = Served()
+        async with self.admission.slot(job.queue_deadline) as slot:
+            await self._serve(Leg.whole(job), output, served, slot)
+        return served
+
+    async def _serve(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
+        """Attempts a leg until it is served; what a lost worker leaves behind goes on elsewhere."""
+        full: set[str] = set()
+        while True:
+            try:
+                pair = await self._choose(leg, full)
+            except NoWorker:
+                if not full:
+                    if leg.output_token_ids:
+                        raise leg.failures[-1] from None
+                    raise
+                full.clear()
+                await slot.refused()
+                continue
+            try:
+                return await self._attempt(leg, pair, output, served, slot)
+            except WorkerFull as error:
+                full.add(error.worker.worker_id)
+            except WorkerFault as error:
+                leg = leg.failed(error)
+                self._give_up_or_retry(leg)
+                if output.generation.num_tokens:
+                    return await self._go_on(leg, output, served, slot)
+
+    async def _go_on(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
+        """Continues every unfinished choice of a broken leg from the tokens it has given."""
+        self.metrics.retries.labels("continued").inc()
+        choices = output.generation.choices
+        legs = [
+            leg.resumed(index, choices[index].token_ids)
+            for index in output.generation.unfinished(leg.choices)
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for resumed in legs:
+                    group.create_task(self._serve(resumed, output, served, slot))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _attempt(
+        self, leg: Leg, pair: Pair, output: Output, served: Served, slot: Slot
+    ) -> None:
         decode: WorkerCall | None = None
         prefill: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
-        with self._counted(pair, job.sampling.n):
+        with self._counted(pair, leg.sampling.n):
             try:
                 # 1) Decode promises room before any compute is spent.
                 if pair.decode is not None:
-                    decode = self._open_decode(job, pair.decode, prefill_here=pair.prefill is None)
+                    decode = self._open_decode(leg, pair.decode, prefill_here=pair.prefill is None)
                     reservation = await self._reserve(decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
                 if pair.prefill is not None:
-                    prefill = self._open_prefill(job, pair.prefill, reservation)
-                    await self._follow_prefill(prefill, decode, output, served, slot)
+                    prefill = self._open_prefill(leg, pair.prefill, reservation)
+                    await self._follow_prefill(leg, prefill, decode, output, served, slot)
                 else:
                     slot.accepted()
                 # 3) Decode goes on from there.
-                if (
-                    decode is not None
-                    and reservation is not None
-                    and not output.generation.finished
-                ):
-                    await self._follow_decode(decode, reservation.id, output, served)
-                return served
+                open_choices = output.generation.unfinished(leg.choices)
+                if decode is not None and reservation is not None and open_choices:
+                    await self._follow_decode(leg, decode, reservation.id, output, served)
             finally:
                 for call in (prefill, decode):
                     if call is not None:
@@ -112,6 +130,7 @@ class Conductor:
 
     async def _follow_prefill(
         self,
+        leg: Leg,
         prefill: WorkerCall,
         decode: WorkerCall | None,
         output: Output,
@@ -119,16 +138,20 @@ class Conductor:
         slot: Slot,
     ) -> None:
         """Until the hand-off is committed, or every choice ended on its first token."""
+        generation, answered = output.generation, False
         try:
             async with prefill.answers_within(self.settings.prefill_timeout_s):
                 while (event := await prefill.read()) is not None:
                     kind = event.WhichOneof("event")
                     if kind == "started":
-                        served.num_cached_tokens = event.started.num_cached_tokens
+                        if not leg.output_token_ids:
+                            served.num_cached_tokens = event.started.num_cached_tokens
                         slot.accepted()
                     elif kind == "first_tokens":
-                        await self._deliver(event.first_tokens.tokens, prefill, output, served)
-                        if self._ended_here(output.generation, event.first_tokens.tokens):
+                        answered = True
+                        tokens = event.first_tokens.tokens
+                        await self._deliver(tokens, prefill, output, served)
+                        if self._ended_here(leg, generation, tokens):
                             return
                     elif kind == "done":
                         break
@@ -137,11 +160,16 @@ class Conductor:
             if decode is not None and (failure := await decode.failure()) is not None:
                 raise failure from None
             raise
-        if output.generation.num_tokens == 0 or (decode is None and not output.generation.finished):
+        if not answered or (decode is None and generation.unfinished(leg.choices)):
             raise prefill.fault("the stream ended without its tokens")
 
     async def _follow_decode(
-        self, decode: WorkerCall, reservation_id: str, output: Output, served: Served
+        self,
+        leg: Leg,
+        decode: WorkerCall,
+        reservation_id: str,
+        output: Output,
+        served: Served,
     ) -> None:
         generation, told = output.generation, set[int]()
         while (event := await decode.read()) is not None:
@@ -149,7 +177,7 @@ class Conductor:
             if kind == "tokens":
                 tokens = event.tokens.tokens
                 await self._deliver(tokens, decode, output, served)
-                if generation.finished:
+                if not generation.unfinished(leg.choices):
                     break
                 for choice in set(generation.ended_by_text(tokens)) - told:
                     told.add(choice)
@@ -157,9 +185,9 @@ class Conductor:
             elif kind == "done":
                 self._note_done(event.done, served)
                 break
-        if not generation.finished:
+        if generation.unfinished(leg.choices):
             raise decode.fault("the stream ended before its choices")
-        if kind == "tokens" and not self._ended_here(generation, tokens):
+        if kind == "tokens" and not self._ended_here(leg, generation, tokens):
             await self._close(decode, served)
 
     async def _close(self, decode: WorkerCall, served: Served) -> None:
@@ -189,9 +217,10 @@ class Conductor:
             await output.deliver(deltas)
 
     @staticmethod
-    def _ended_here(generation: Generation, tokens: Sequence[common_pb2.Token]) -> bool:
-        """Everything has ended, but a worker does not know: only cancelling stops it."""
-        return generation.finished and bool(generation.ended_by_text(tokens))
+    def _ended_here(leg: Leg, generation: Generation, tokens: Sequence[common_pb2.Token]) -> bool:
+        """Every choice has ended, but a worker does not know: only cancelling stops it."""
+        ended = not generation.unfinished(leg.choices)
+        return ended and bool(generation.ended_by_text(tokens))
 
     @staticmethod
     def _note_done(done: decode_pb2.GenerateDone, served: Served) -> None:
@@ -206,60 +235,63 @@ class Conductor:
         except grpc.aio.AioRpcError:
             return  # its further tokens are dropped here; the main call shows any real fault
 
-    def _open_decode(self, job: Job, worker: WorkerRecord, prefill_here: bool) -> WorkerCall:
+    def _open_decode(self, leg: Leg, worker: WorkerRecord, prefill_here: bool) -> WorkerCall:
         stub = decode_pb2_grpc.DecodeStub(self.channels.get(worker.address))
         request = decode_pb2.GenerateRequest(
-            request_id=job.request_id,
-            prompt_token_ids=job.prompt_token_ids,
-            sampling=job.sampling,
-            cache_salt=job.cache_salt,
+            request_id=leg.job.request_id,
+            prompt_token_ids=leg.job.prompt_token_ids,
+            sampling=leg.sampling,
+            cache_salt=leg.job.cache_salt,
             prefill_here=prefill_here,
+            continuation=leg.continuation,
         )
-        return WorkerCall(worker, stub.Generate(request, timeout=job.time_left()))
+        return WorkerCall(worker, stub.Generate(request, timeout=leg.job.time_left()))
 
     def _open_prefill(
-        self, job: Job, worker: WorkerRecord, destination: common_pb2.Reservation | None
+        self, leg: Leg, worker: WorkerRecord, destination: common_pb2.Reservation | None
     ) -> WorkerCall:
         stub = prefill_pb2_grpc.PrefillStub(self.channels.get(worker.address))
         request = prefill_pb2.PrefillRequest(
-            request_id=job.request_id,
-            prompt_token_ids=job.prompt_token_ids,
-            sampling=job.sampling,
+            request_id=leg.job.request_id,
+            prompt_token_ids=leg.job.prompt_token_ids,
+            sampling=leg.sampling,
             destination=destination,
-            cache_salt=job.cache_salt,
+            cache_salt=leg.job.cache_salt,
+            continuation=leg.continuation,
         )
-        return WorkerCall(worker, stub.Prefill(request, timeout=job.time_left()))
+        return WorkerCall(worker, stub.Prefill(request, timeout=leg.job.time_left()))
 
-    async def _choose(self, job: Job, full: set[str], failures: list[WorkerFault]) -> Pair:
+    async def _choose(self, leg: Leg, full: set[str]) -> Pair:
         """A pair not yet found full; after a failure another one, or a revived one."""
-        failed = {failure.worker.worker_id for failure in failures}
+        failed = {failure.worker.worker_id for failure in leg.failures}
         try:
-            return self._place(job, full | failed)
+            return self._place(leg, full | failed)
         except NoWorker:
-            if not failures:
+            if not failed:
                 raise
         give_up_at = time.monotonic() + REVIVAL_S
         while True:
             try:
-                return self._place(job, full)
+                return self._place(leg, full)
             except NoWorker:
                 if full or (left := give_up_at - time.monotonic()) <= 0:
                     raise
             await self.workers.wait_changed(left)
 
-    def _place(self, job: Job, avoid: set[str]) -> Pair:
+    def _place(self, leg: Leg, avoid: set[str]) -> Pair:
         candidates = [
             worker
             for worker in self.workers.snapshot()
             if worker.worker_id not in avoid and worker.layout.fingerprint == self.fingerprint
         ]
-        return self.placement.choose(job.facts, candidates, self._in_flight)
+        return self.placement.choose(leg.facts, candidates, self._in_flight)
 
-    def _give_up_or_retry(self, fault: WorkerFault, output: Output, attempts: int) -> None:
-        worker = fault.worker
+    def _give_up_or_retry(self, leg: Leg) -> None:
+        """Raises the last failure of a leg when it was one too many."""
+        fault, worker = leg.failures[-1], leg.failures[-1].worker
         if fault.unreachable:
             self.workers.suspect(worker.worker_id, worker.incarnation)
-        if output.committed or attempts >= MAX_ATTEMPTS:
+        if len(leg.failures) >= MAX_ATTEMPTS:
             raise fault
         self.metrics.retries.labels(f"{worker.role}_failed").inc()
 

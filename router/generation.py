@@ -59,7 +59,7 @@ class Choice:
         "_tokenizer",
         "cumulative_logprob",
         "finish_reason",
-        "num_tokens",
+        "token_ids",
     )
 
     def __init__(
@@ -73,9 +73,13 @@ class Choice:
         self._decoded = 0  # characters completed by tokens so far
         self._emitted = 0  # characters already in deltas
         self._entries: deque[tuple[TokenLogprob, int]] = deque()  # with the end of their text
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def mean_logprob(self) -> float:
@@ -86,7 +90,7 @@ class Choice:
             raise BrokenSequence(
                 f"token {token.index} of choice {self._index} came in place of {self.num_tokens}"
             )
-        self.num_tokens += 1
+        self.token_ids.append(token.token_id)
         finish = FINISH_REASONS.get(token.finish_reason)
         hidden = finish == "stop"  # the token that ends a choice is counted, not shown
         start = self._decoded
@@ -139,6 +143,9 @@ class Generation:
     @property
     def finished(self) -> bool:
         return self._open == 0
+
+    def unfinished(self, choices: Iterable[int]) -> list[int]:
+        return [index for index in choices if self.choices[index].finish_reason is None]
 
     @property
     def num_tokens(self) -> int:

@@ -5,11 +5,12 @@ Plain data and two protocols; no behaviour beyond arithmetic.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.cluster.workers import WorkerRecord
 from baton.v1 import common_pb2
+from router.calls import WorkerFault
 from router.generation import Delta, Generation
 from router.placement import RequestFacts
 
@@ -23,12 +24,10 @@ class Workers(Protocol):
 
 
 class Output(Protocol):
-    """Where tokens go. `committed`: something of this attempt has reached the client."""
+    """Where tokens go."""
 
     generation: Generation
-    committed: bool
 
-    def restart(self) -> None: ...
     async def deliver(self, deltas: Sequence[Delta]) -> None: ...
 
 
@@ -43,13 +42,49 @@ class Job:
     queue_deadline: float
     deadline: float
 
-    @property
-    def facts(self) -> RequestFacts:
-        sampling = self.sampling
-        return RequestFacts(len(self.prompt_token_ids), sampling.max_tokens, sampling.n)
-
     def time_left(self) -> float:
         return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """The part of a job that one attempt serves: all of it, or, after a worker was lost, one
+    choice from where it stands. `failures` led up to it."""
+
+    job: Job
+    choices: tuple[int, ...]
+    sampling: common_pb2.SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    failures: tuple[WorkerFault, ...] = ()
+
+    @classmethod
+    def whole(cls, job: Job) -> "Leg":
+        return cls(job, tuple(range(job.sampling.n)), job.sampling)
+
+    def failed(self, failure: WorkerFault) -> "Leg":
+        return replace(self, failures=(*self.failures, failure))
+
+    def resumed(self, choice: int, token_ids: Sequence[int]) -> "Leg":
+        """`choice` alone, after the tokens it has given."""
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(self.sampling)
+        sampling.n = 1
+        return Leg(self.job, (choice,), sampling, tuple(token_ids), self.failures)
+
+    @property
+    def facts(self) -> RequestFacts:
+        done = len(self.output_token_ids)
+        num_prompt_tokens = len(self.job.prompt_token_ids) + done
+        return RequestFacts(num_prompt_tokens, self.sampling.max_tokens - done, self.sampling.n)
+
+    @property
+    def continuation(self) -> common_pb2.Continuation | None:
+        """None for a leg that starts from the prompt."""
+        if not self.output_token_ids:
+            return None
+        return common_pb2.Continuation(
+            choice=self.choices[0], output_token_ids=self.output_token_ids
+        )
 
 
 @dataclass

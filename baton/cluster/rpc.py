@@ -1,7 +1,7 @@
 """gRPC as every process uses it: channel options, a pool of channels, a server with health.
 
 Owns connections, keepalive and the mapping of a failed call to our errors. Knows no message of
-our own. A dead peer is noticed within ~15 s even when no packet comes back.
+our own. A peer that is dead or stopped is noticed within ~3 s by its silence on pings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +26,9 @@ _MESSAGE_OPTIONS: list[tuple[str, int]] = [
 ]
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 1_500),
+    ("grpc.http2.ping_timeout_ms", 1_500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted worker is reached again at once, not after gRPC's 2-minute backoff.
@@ -39,7 +40,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_MESSAGE_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     # Two workers on one port would silently share it.
     ("grpc.so_reuseport", 0),

@@ -137,7 +137,7 @@ class Endpoint:
         self, exchange: Exchange, call: Call
     ) -> tuple[Sequence[Output], list[Served]]:
         prepared = call.prepared
-        outputs = [Gathered(_generations(call, i)) for i in range(len(call.jobs))]
+        outputs = [Gathered(_generation(call, i)) for i in range(len(call.jobs))]
         served = await _run_all(call, outputs)
         choices = [
             choice
@@ -152,7 +152,7 @@ class Endpoint:
     ) -> tuple[Sequence[Output], list[Served]]:
         prepared, n = call.prepared, call.prepared.num_choices
         outputs = [
-            Streamed(_generations(call, i), exchange, call.format, i * n, echo)
+            Streamed(_generation(call, i), exchange, call.format, i * n, echo)
             for i, echo in enumerate(prepared.echoes)
         ]
         served = await _run_all(call, outputs)
@@ -194,10 +194,10 @@ def _decode_json(body: bytes) -> Any:
         raise invalid(None, f"The body is not valid JSON: {error}.", "invalid_json") from error
 
 
-def _generations(call: Call, i: int) -> Callable[[], Generation]:
+def _generation(call: Call, i: int) -> Generation:
     prepared = call.prepared
     n = prepared.sampling[i].n
-    return lambda: Generation(n, call.model.tokenizer, prepared.stops, prepared.min_tokens)
+    return Generation(n, call.model.tokenizer, prepared.stops, prepared.min_tokens)
 
 
 def _usage(call: Call, outputs: Sequence[Output], served: Sequence[Served]) -> dict[str, Any]:

@@ -4,27 +4,19 @@ Both take the same deltas from the same `Generation`, so a streamed answer and a
 the same text, logprobs and counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from router.exchange import Exchange
 from router.generation import Delta, Generation, TokenLogprob
 from router.openai.format import ChoiceText, Format
 
-NewGeneration = Callable[[], Generation]
-
 
 class Gathered:
-    """Keeps everything until the end; a failed attempt can always be repeated."""
+    """Keeps everything until the end."""
 
-    committed = False
-
-    def __init__(self, make: NewGeneration) -> None:
-        self._make = make
-        self.restart()
-
-    def restart(self) -> None:
-        self.generation = self._make()
-        count = len(self.generation.choices)
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        count = len(generation.choices)
         self._texts: list[list[str]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
 
@@ -53,24 +45,18 @@ class Streamed:
     """Sends the chunks of one prompt; its choices are numbered from `base`."""
 
     def __init__(
-        self, make: NewGeneration, exchange: Exchange, format: Format, base: int, echo: str
+        self, generation: Generation, exchange: Exchange, format: Format, base: int, echo: str
     ) -> None:
-        self._make = make
+        self.generation = generation
         self._exchange = exchange
         self._format = format
         self._base = base
         self._echo = echo
-        self.committed = False
-        self.restart()
-
-    def restart(self) -> None:
-        self.generation = self._make()
-        self._opened = [False] * len(self.generation.choices)
+        self._opened = [False] * len(generation.choices)
 
     async def deliver(self, deltas: Sequence[Delta]) -> None:
         events = b"".join([self._events(delta) for delta in deltas])
         if events:
-            self.committed = True
             await self._exchange.send_events(events)
 
     def _events(self, delta: Delta) -> bytes:

@@ -160,21 +160,6 @@ async def test_a_stream_cut_by_a_dead_worker_ends_in_an_error_event(
     await until(lambda: idle(gateway))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_stream_that_ends_early_is_an_error_not_a_finish(
-    gateway: RunningGateway, stream: bool
-) -> None:
-    gateway.cluster.decodes[0].behaviour.end_early_at = 5
-    if stream:
-        events = await gateway.events(COMPLETIONS, LONG)
-        assert "error" in events[-1]
-        assert joined([e for e in events if "choices" in e]) == (TEXT[:5], [])
-    else:
-        response = await gateway.post(COMPLETIONS, LONG)
-        assert response.status_code == 503
-        assert response.json()["error"]["request_id"] in response.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_dead_worker_is_replaced_before_anything_is_sent(

@@ -76,6 +76,15 @@ class Handoffs:
     finished: dict[str, set[int]] = field(default_factory=dict)
 
 
+def choices_of(
+    request: prefill_pb2.PrefillRequest | decode_pb2.GenerateRequest,
+) -> list[int]:
+    """All choices of a request, or the one that goes on."""
+    if request.HasField("continuation"):
+        return [request.continuation.choice]
+    return list(range(request.sampling.n))
+
+
 class Writer:
     """Makes the tokens of a request from the script."""
 
@@ -85,8 +94,9 @@ class Writer:
         eos: int | None,
         prompt: Sequence[int],
         sampling: common_pb2.SamplingParams,
+        choices: Sequence[int],
     ) -> None:
-        self._outputs = [script(prompt, choice) for choice in range(sampling.n)]
+        self._outputs = {choice: script(prompt, choice) for choice in choices}
         self._eos = eos
         self._sampling = sampling
 
@@ -223,8 +233,9 @@ class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
         await context.write(prefill_pb2.PrefillEvent(started=started))
         await asyncio.sleep(behaviour.start_s)
         await self._maybe_fail(context, 0)
-        writer = self.cluster.writer(request.prompt_token_ids, request.sampling)
-        tokens = [writer.token(choice, 0) for choice in range(request.sampling.n)]
+        writer = self.cluster.writer(request)
+        done = len(request.continuation.output_token_ids)
+        tokens = [writer.token(choice, done) for choice in choices_of(request)]
         first = prefill_pb2.FirstTokens(tokens=tokens)
         await context.write(prefill_pb2.PrefillEvent(first_tokens=first))
         self.counters.tokens_sent += len(tokens)
@@ -235,11 +246,11 @@ class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
             handoffs = self.cluster.handoffs
             handoffs.finished[request.destination.id] = ended
             handoffs.landed[request.destination.id].set()
-        done = prefill_pb2.PrefillDone(
+        closing = prefill_pb2.PrefillDone(
             num_computed_tokens=len(request.prompt_token_ids) - behaviour.num_cached_tokens,
             finished=finished,
         )
-        await context.write(prefill_pb2.PrefillEvent(done=done))
+        await context.write(prefill_pb2.PrefillEvent(done=closing))
 
 
 class StubDecode(StubWorker, decode_pb2_grpc.DecodeServicer):
@@ -306,10 +317,11 @@ class StubDecode(StubWorker, decode_pb2_grpc.DecodeServicer):
         context: grpc.aio.ServicerContext,
         reservation_id: str,
     ) -> None:
-        writer = self.cluster.writer(request.prompt_token_ids, request.sampling)
+        writer = self.cluster.writer(request)
+        done = len(request.continuation.output_token_ids)
         ended = self.cluster.handoffs.finished[reservation_id]
-        for index in itertools.count(0 if request.prefill_here else 1):
-            alive = [c for c in range(request.sampling.n) if c not in ended]
+        for index in itertools.count(done + (0 if request.prefill_here else 1)):
+            alive = [c for c in choices_of(request) if c not in ended]
             if not alive or self.behaviour.end_early_at == index:
                 return
             await asyncio.sleep(self.behaviour.step_s)
@@ -333,9 +345,10 @@ class StubCluster:
         self.prefills: list[StubPrefill] = []
         self.decodes: list[StubDecode] = []
 
-    def writer(self, prompt: Sequence[int], sampling: common_pb2.SamplingParams) -> Writer:
-        eos = None if sampling.ignore_eos else self.eos
-        return Writer(self.script, eos, prompt, sampling)
+    def writer(self, request: prefill_pb2.PrefillRequest | decode_pb2.GenerateRequest) -> Writer:
+        eos = None if request.sampling.ignore_eos else self.eos
+        choices = choices_of(request)
+        return Writer(self.script, eos, request.prompt_token_ids, request.sampling, choices)
 
     async def add_prefill(self) -> StubPrefill:
         worker = StubPrefill(f"prefill-{len(self.prefills)}", self)

@@ -1,0 +1,139 @@
+"""A worker is lost in the middle of an answer: the answer goes on as if nothing had happened."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from router.text import TextModel
+from tests.support.byte_model import byte_model
+from tests.support.gateway import (
+    COMPLETIONS,
+    RunningGateway,
+    joined,
+    running_gateway,
+    sse_events,
+    until,
+)
+from tests.support.stub_workers import scripted
+
+TEXT = "The quick brown fox jumps over the lazy dog. "
+LONG = {"prompt": "x", "max_tokens": 60, "temperature": 0}
+WHOLE = (TEXT * 2)[:60]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return byte_model(Path(tmp_path_factory.mktemp("model")))
+
+
+async def stream_through_a_kill(
+    gateway: RunningGateway, body: dict[str, Any], kill_after: int
+) -> list[Any]:
+    """All events of a stream whose decode worker is killed after some of them."""
+    for worker in gateway.cluster.decodes:
+        worker.behaviour.step_s = 0.005
+    events: list[Any] = []
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with gateway.client.stream("POST", COMPLETIONS, json=request) as response:
+        async for event in sse_events(response):
+            events.append(event)
+            if len(events) == kill_after:
+                busy = [w for w in gateway.cluster.decodes if w.counters.running]
+                await busy[0].kill()
+    return events
+
+
+@pytest.mark.parametrize("kill_after", [1, 2, 30, 55])
+async def test_a_killed_decode_worker_leaves_no_gap_and_no_repeat(
+    model: TextModel, kill_after: int
+) -> None:
+    async with running_gateway(model, scripted(TEXT), decodes=2) as gateway:
+        events = await stream_through_a_kill(gateway, LONG, kill_after)
+        assert joined(events) == (WHOLE, ["length"])
+        usage = events[-2]["usage"]
+        assert usage["prompt_tokens"] == 1 and usage["completion_tokens"] == 60
+        assert events[-1] == "[DONE]"
+        second = gateway.cluster.decodes[1].counters.requests[-1]
+        assert (
+            bytes(second.continuation.output_token_ids).decode()
+            == WHOLE[: len(second.continuation.output_token_ids)]
+        )
+
+
+async def test_every_choice_goes_on_from_where_it_stood(model: TextModel) -> None:
+    def script(prompt: object, choice: int) -> list[int]:
+        return list(f"choice {choice} says its own text. ".encode())
+
+    async with running_gateway(model, script, decodes=2) as gateway:
+        body = {**LONG, "n": 3, "temperature": 1, "logprobs": 1}
+        events = await stream_through_a_kill(gateway, body, 40)
+        for choice in range(3):
+            expected = (f"choice {choice} says its own text. " * 3)[:60]
+            assert joined(events, choice) == (expected, ["length"])
+        entries = [e["choices"][0] for e in events[:-2] if e["choices"][0]["logprobs"]]
+        counts = [
+            sum(len(c["logprobs"]["tokens"]) for c in entries if c["index"] == i) for i in range(3)
+        ]
+        assert counts == [60, 60, 60]
+        assert events[-2]["usage"]["completion_tokens"] == 180
+
+
+async def test_a_stop_string_that_spans_the_loss_still_matches(model: TextModel) -> None:
+    async with running_gateway(model, scripted(TEXT), decodes=2) as gateway:
+        body = {**LONG, "stop": ["jumps over the"]}
+        events = await stream_through_a_kill(gateway, body, 20)
+        assert joined(events) == (TEXT[: TEXT.index("jumps")], ["stop"])
+
+
+async def test_a_whole_answer_survives_two_losses(model: TextModel) -> None:
+    async with running_gateway(model, scripted(TEXT), decodes=3) as gateway:
+        for worker, at in zip(gateway.cluster.decodes, (10, 30, None), strict=True):
+            if at is not None:
+                worker.behaviour.fail, worker.behaviour.fail_at = grpc.StatusCode.UNAVAILABLE, at
+        response = await gateway.post(COMPLETIONS, LONG)
+        assert response.status_code == 200
+        assert response.json()["choices"][0]["text"] == WHOLE
+        assert response.json()["usage"]["completion_tokens"] == 60
+
+
+async def test_attempts_are_bounded_and_the_last_failure_is_told_in_the_stream(
+    model: TextModel,
+) -> None:
+    async with running_gateway(model, scripted(TEXT), decodes=5) as gateway:
+        for number, worker in enumerate(gateway.cluster.decodes):
+            worker.behaviour.fail = grpc.StatusCode.UNAVAILABLE
+            worker.behaviour.fail_at = 5 * (number + 1)
+        events = await gateway.events(COMPLETIONS, LONG)
+        assert events[-1]["error"]["code"] == "worker_failed"
+        text, reasons = joined(events[:-1])
+        assert WHOLE.startswith(text) and reasons == []
+        assert sum(w.counters.calls for w in gateway.cluster.decodes) == 3
+
+
+async def test_a_prefill_worker_lost_after_its_first_token_costs_nothing_but_time(
+    model: TextModel,
+) -> None:
+    async with running_gateway(model, scripted(TEXT), prefills=2, decodes=1) as gateway:
+        first = gateway.cluster.prefills[0].behaviour
+        first.fail, first.fail_at = grpc.StatusCode.UNAVAILABLE, 1
+        events = await gateway.events(COMPLETIONS, LONG)
+        assert joined(events) == (WHOLE, ["length"])
+        assert [w.counters.calls for w in gateway.cluster.prefills] == [1, 1]
+        await until(lambda: gateway.cluster.decodes[0].counters.running == 0)
+
+
+async def test_many_streams_survive_the_same_kill(model: TextModel) -> None:
+    async with running_gateway(model, scripted(TEXT), decodes=2) as gateway:
+        for worker in gateway.cluster.decodes:
+            worker.behaviour.step_s = 0.01
+
+        async def one() -> tuple[str, list[str]]:
+            return joined(await gateway.events(COMPLETIONS, LONG))
+
+        streams = [asyncio.create_task(one()) for _ in range(20)]
+        await until(lambda: gateway.cluster.decodes[0].counters.tokens_sent > 60)
+        await gateway.cluster.decodes[0].kill()
+        assert await asyncio.gather(*streams) == [(WHOLE, ["length"])] * 20
