@@ -103,7 +103,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     because the blocks of a sequence lie apart. Pages become resident when first written."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Kernels built without huge pages refuse the advice; plain pages are as correct.
         with contextlib.suppress(OSError):

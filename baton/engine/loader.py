@@ -67,7 +67,8 @@ class Checkpoint:
         if tensor.dtype not in _FLOATS:
             raise LoadError(f"tensor {name!r} is {tensor.dtype}; only float weights can be loaded")
         self.unused.discard(name)
-        return tensor.to(self._dtype)
+        # A copy: what stays in the model must not keep the file mapped.
+        return tensor.to(self._dtype, copy=True)
 
 
 def load_model(path: str | Path, dtype: str = "bfloat16") -> tuple[DecoderModel, ModelConfig]:
