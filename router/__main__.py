@@ -1,9 +1,12 @@
 """`python -m router`: settings, logging, the application, and uvicorn in one process."""
 
 import asyncio
+import contextlib
 import logging
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -31,6 +34,24 @@ def main(settings: RouterSettings) -> int:
         return asyncio.run(_serve(settings, listener))
 
 
+class _Server(uvicorn.Server):
+    """A signal is an orderly end with exit code 0; a second one drops what still runs.
+
+    uvicorn's own handlers would raise the signal again at the end.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end)
+        yield
+
+    def _end(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
 async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
     failures: list[Exception] = []
 
@@ -44,7 +65,7 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
 
     registry = Registry(settings.redis_url)
     gateway = Gateway(settings, Directory(registry), lambda: _load_model(settings.model))
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             create_app(gateway, on_loaded),
             log_config=None,
