@@ -114,10 +114,16 @@ class Slot:
         self._admission._grant()
 
     async def refused(self) -> None:
-        """The workers are full: wait in the old place for the next chance."""
-        self._held = False
-        self._admission._running -= 1
+        """The workers are full: wait in the old place for the next chance.
+
+        Several parts of one request may wait at once; it holds one slot at most.
+        """
+        if self._held:
+            self._held = False
+            self._admission._running -= 1
         await self._admission._wait(self._ticket, self._deadline)
+        if self._held:
+            self._admission._release()
         self._held = True
 
     def leave(self) -> None:

@@ -138,3 +138,24 @@ async def test_newcomers_queue_behind_waiters_although_there_is_a_free_slot() ->
         await second.entered.wait()
     await first.finish()
     await second.finish()
+
+
+async def test_parts_of_one_request_that_wait_together_hold_one_slot() -> None:
+    """Choices of one request that were refused at the same time gave up its slot twice."""
+    admission = Admission(max_running=2, max_queue=5)
+    client = Client(admission)
+    await settle()
+    parts = [asyncio.create_task(client.slot.refused()) for _ in range(2)]
+    await settle()
+    assert (admission.running, admission.waiting) == (0, 2)
+    admission.workers_changed()
+    admission.workers_changed()
+    for part in parts:
+        await soon(part)
+    assert admission.running == 1
+    parts = [asyncio.create_task(client.slot.refused()) for _ in range(2)]
+    await settle()
+    for part in parts:
+        part.cancel()
+    await client.finish()
+    assert (admission.running, admission.waiting) == (0, 0)
