@@ -1,6 +1,6 @@
 """Matrix products with constant weights.
 
-A weight is prepared once (`LinearWeight.of`) and then only multiplied with. On a CPU that
+A `LinearWeight` is prepared once and then only multiplied with. On a CPU that
 multiplies bfloat16 natively it is kept in the blocked layout of oneDNN, which reads weights
 about twice as fast as the plain layout at decode sizes; everything else stays plain.
 """
