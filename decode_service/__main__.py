@@ -4,16 +4,19 @@ import sys
 from functools import partial
 
 from baton.cluster.logging import configure
+from baton.cluster.rpc import AddServicer
 from baton.cluster.settings import DecodeSettings, load_or_exit
 from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.scheduler import DecodeScheduler
-from baton.v1 import decode_pb2_grpc, kv_pb2_grpc
+from baton.v1 import decode_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts, boot
 from baton.worker.lifecycle import StopSignals, run_worker, serve
 from baton.worker.status import WorkerStatus
-from decode_service.server import DecodeServicer, KVTransferServicer
+from decode_service.inbox import Inbox
+from decode_service.server import DecodeServicer
+from decode_service.transfer import KVTransferServicer
 from decode_service.worker import DecodeWorker
 
 
@@ -24,13 +27,20 @@ async def serve_decode(
     engine, activity = AsyncEngine(parts.engine), Activity()
     worker = DecodeWorker(engine, parts.cache, activity, settings.lease_s)
     status = WorkerStatus(Role.DECODE, settings, new_incarnation(), parts, activity)
-    decode = DecodeServicer(worker, status, parts.vocab_size)
-    transfer = KVTransferServicer(worker, parts.cache.layout, status.incarnation, settings.lease_s)
-    servicers = [
+    inbox = Inbox(settings, parts.cache.data.device.type)
+    activity.transfers.resources = inbox.resources
+    decode = DecodeServicer(worker, status, parts.vocab_size, inbox)
+    transfer = KVTransferServicer(
+        worker, inbox, parts.cache.layout, status.incarnation, settings.lease_s
+    )
+    servicers: list[AddServicer] = [
         partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode),
-        partial(kv_pb2_grpc.add_KVTransferServicer_to_server, transfer),
+        transfer.add_to,
     ]
-    await serve(status, engine, servicers, ["baton.v1.Decode", "baton.v1.KVTransfer"], signals)
+    try:
+        await serve(status, engine, servicers, ["baton.v1.Decode", "baton.v1.KVTransfer"], signals)
+    finally:
+        inbox.close()
 
 
 def main(settings: DecodeSettings) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from baton.engine.kv_cache import KVCache
 from baton.engine.transfer.base import Commit, HandoffDamaged, HandoffRefused, KVFrame
-from baton.engine.transfer.payload import write_frame
+from baton.engine.transfer.payload import num_bytes, write_frame
 from decode_service.reservations import Reservation, Reservations, State
 
 
@@ -28,7 +28,7 @@ class IncomingHandoff:
         self._reservations = reservations
         self._reservation = reservation
         self._cache = cache
-        self._num_frames = 0
+        self.num_frames = 0
         self._ended = False
         num_blocks = len(reservation.seq.block_table)
         all_layers = (1 << cache.layout.num_layers) - 1
@@ -41,13 +41,13 @@ class IncomingHandoff:
         self._check_frame(frame)
         await _finish_before_leaving(write_frame, self._cache, frame, self._table())
         self._check_state()
-        self.bytes_received += memoryview(frame.payload).nbytes
+        self.bytes_received += num_bytes(frame.payload)
         self._reservation.on_frame()
 
     async def commit(self, commit: Commit) -> None:
         self._check_state()
-        if commit.num_frames != self._num_frames:
-            raise HandoffDamaged(f"{commit.num_frames} frames sent, {self._num_frames} received")
+        if commit.num_frames != self.num_frames:
+            raise HandoffDamaged(f"{commit.num_frames} frames sent, {self.num_frames} received")
         if any(self._missing.values()):
             absent = [p for p, layers in self._missing.items() if layers]
             raise HandoffDamaged(f"blocks {absent[:8]} are incomplete at commit")
@@ -72,8 +72,8 @@ class IncomingHandoff:
 
     def _check_frame(self, frame: KVFrame) -> None:
         """Books the frame as arrived."""
-        if frame.sequence != self._num_frames:
-            raise HandoffDamaged(f"frame {frame.sequence} came, {self._num_frames} was next")
+        if frame.sequence != self.num_frames:
+            raise HandoffDamaged(f"frame {frame.sequence} came, {self.num_frames} was next")
         end = frame.layer_start + frame.layer_count
         if frame.layer_count < 1 or end > self._cache.layout.num_layers:
             raise HandoffRefused(f"layers [{frame.layer_start}, {end}) do not exist here")
@@ -82,7 +82,7 @@ class IncomingHandoff:
             if self._missing.get(position, 0) & layers != layers:
                 raise HandoffRefused(f"block {position} came twice or was not asked for")
             self._missing[position] &= ~layers
-        self._num_frames += 1
+        self.num_frames += 1
 
 
 async def _finish_before_leaving(function: Callable[..., None], *args: object) -> None:

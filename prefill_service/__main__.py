@@ -14,6 +14,7 @@ from baton.worker.activity import Activity
 from baton.worker.boot import Parts, boot
 from baton.worker.lifecycle import StopSignals, run_worker, serve
 from baton.worker.status import WorkerStatus
+from prefill_service.pairs import Pairs
 from prefill_service.server import PrefillServicer
 from prefill_service.worker import PrefillWorker
 
@@ -23,18 +24,16 @@ async def serve_prefill(
 ) -> None:
     """Runs one prefill worker in this event loop until `signals` say stop."""
     engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
-    servicer = PrefillServicer(
-        PrefillWorker(engine, parts.cache, activity),
-        channels,
-        parts.cache.layout,
-        parts.vocab_size,
-        settings.handoff_timeout_s,
-    )
+    pairs = Pairs(settings, parts.cache, channels)
+    activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
+    worker = PrefillWorker(engine, parts.cache.layout, activity)
+    servicer = PrefillServicer(worker, pairs, parts.vocab_size)
     add = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)
     status = WorkerStatus(Role.PREFILL, settings, new_incarnation(), parts, activity)
     try:
         await serve(status, engine, [add], ["baton.v1.Prefill"], signals)
     finally:
+        await pairs.close()
         await channels.close()
 
 

@@ -7,10 +7,9 @@ complete and which the sequence still holds: the owner calls `stop` before endin
 import asyncio
 from collections.abc import Collection
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import Sequence, StepOutput
-from baton.engine.transfer.base import Commit, FirstToken, KVSender
-from baton.engine.transfer.payload import read_frame
+from baton.engine.transfer.base import FirstToken, KVSender
 from baton.engine.transfer.plan import plan_frames
 
 
@@ -18,14 +17,12 @@ class Handoff:
     """`held` are the block positions that decode already has. Made on the event loop."""
 
     def __init__(
-        self, sender: KVSender, cache: KVCache, seq: Sequence, held: Collection[int]
+        self, sender: KVSender, layout: KVLayout, seq: Sequence, held: Collection[int]
     ) -> None:
-        self.bytes_sent = 0
+        self.sender = sender
         self.blocks_sent = 0
-        self.num_frames = 0
         self.committed = False
-        self._sender = sender
-        self._cache = cache
+        self._layout = layout
         self._seq = seq
         self._held = frozenset(held)
         self._next_block = 0
@@ -56,25 +53,21 @@ class Handoff:
             self._task.exception()  # seen: `complete` has raised it, or nobody needs it
 
     async def _run(self) -> None:
-        block_size = self._cache.layout.block_size
+        block_size = self._layout.block_size
         try:
             while isinstance(done := await self._progress.get(), int):
                 await self._send_until(done // block_size)
             await self._send_until(-(-self._seq.num_initial_tokens // block_size))
-            await self._sender.commit(Commit(self.num_frames, done))
+            await self.sender.commit(done)
         finally:
-            await self._sender.abort()
+            await self.sender.abort()
 
     async def _send_until(self, end_block: int) -> None:
         positions = [p for p in range(self._next_block, end_block) if p not in self._held]
         self._next_block = max(self._next_block, end_block)
-        layout = self._cache.layout
-        layer_block_bytes = layout.bytes_per_block // layout.num_layers
-        for plan in plan_frames(positions, layout.num_layers, layer_block_bytes):
-            frame = await asyncio.to_thread(
-                read_frame, self._cache, plan, self._seq.block_table, self.num_frames
-            )
-            await self._sender.send(frame)
-            self.num_frames += 1
-            self.bytes_sent += memoryview(frame.payload).nbytes
+        num_layers = self._layout.num_layers
+        layer_block_bytes = self._layout.bytes_per_block // num_layers
+        frame_bytes = self.sender.frame_bytes
+        for plan in plan_frames(positions, num_layers, layer_block_bytes, frame_bytes):
+            await self.sender.send(plan)
         self.blocks_sent += len(positions)

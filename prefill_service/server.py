@@ -5,14 +5,12 @@ from functools import partial
 
 import grpc
 
-from baton.cluster.rpc import ChannelPool
-from baton.engine.kv_layout import KVLayout
-from baton.engine.transfer.base import HandoffError, HandoffLost, KVSender
-from baton.v1 import common_pb2, prefill_pb2_grpc
+from baton.engine.transfer.base import HandoffError, HandoffLost
 from baton.v1 import prefill_pb2 as pb
+from baton.v1 import prefill_pb2_grpc
 from baton.worker.faults import status_of_faults
 from baton.worker.translate import continuation_of, output_to_pb, prompt_from_pb, sampling_from_pb
-from prefill_service.grpc_sender import GrpcSender
+from prefill_service.pairs import Pairs
 from prefill_service.worker import Done, Event, PrefillJob, PrefillWorker, Started
 
 
@@ -20,16 +18,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def __init__(
         self,
         worker: PrefillWorker,
-        channels: ChannelPool,
-        layout: KVLayout,
+        pairs: Pairs,
         vocab_size: int,
-        handoff_timeout_s: float,
     ) -> None:
         self._worker = worker
-        self._channels = channels
-        self._layout = layout
+        self._pairs = pairs
         self._vocab_size = vocab_size
-        self._handoff_timeout_s = handoff_timeout_s
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         async with status_of_faults(context, request.request_id):
@@ -51,13 +45,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             output=output,
             choice=choice,
             cache_salt=request.cache_salt,
-            open_sender=partial(self._sender, request.destination) if has_destination else None,
+            open_sender=partial(self._pairs.sender, request.destination)
+            if has_destination
+            else None,
             held_blocks=frozenset(request.destination.held_blocks),
         )
-
-    def _sender(self, destination: common_pb2.Reservation) -> KVSender:
-        channel = self._channels.get(destination.address)
-        return GrpcSender(channel, destination, self._layout, self._handoff_timeout_s)
 
 
 def _to_pb(event: Event) -> pb.PrefillEvent:

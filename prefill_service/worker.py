@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine, Stream
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PrefillScheduler
 from baton.engine.sequence import Sequence, StepOutput
@@ -33,6 +33,7 @@ class Done:
     bytes_sent: int
     blocks_sent: int
     finished: bool
+    transport: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class PrefillJob:
     output: list[int] = field(default_factory=list)
     choice: int | None = None
     """With `output`: one choice that goes on here."""
-    open_sender: Callable[[], KVSender] | None = None
+    open_sender: Callable[[Sequence], KVSender] | None = None
     held_blocks: Collection[int] = ()
 
 
@@ -54,10 +55,10 @@ Event = Started | tuple[StepOutput, ...] | Done
 
 class PrefillWorker:
     def __init__(
-        self, engine: AsyncEngine[PrefillScheduler], cache: KVCache, activity: Activity
+        self, engine: AsyncEngine[PrefillScheduler], layout: KVLayout, activity: Activity
     ) -> None:
         self._engine = engine
-        self._cache = cache
+        self._layout = layout
         self._activity = activity
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[Event, None]:
@@ -83,9 +84,10 @@ class PrefillWorker:
                 num_computed_tokens=seq.num_initial_tokens - seq.num_cached_tokens,
                 compute_s=first_at - started,
                 transfer_s=time.monotonic() - first_at,
-                bytes_sent=handoff.bytes_sent if handoff else 0,
+                bytes_sent=handoff.sender.bytes_sent if handoff else 0,
                 blocks_sent=handoff.blocks_sent if handoff else 0,
                 finished=finished,
+                transport=handoff.sender.transport if handoff else "",
             )
 
     def _sequence(self, job: PrefillJob) -> Sequence:
@@ -123,7 +125,7 @@ class PrefillWorker:
         if job.open_sender is None:
             yield None
             return
-        handoff = Handoff(job.open_sender(), self._cache, seq, job.held_blocks)
+        handoff = Handoff(job.open_sender(seq), self._layout, seq, job.held_blocks)
         transfers = self._activity.transfers
         transfers.in_flight += 1
         try:
@@ -132,6 +134,7 @@ class PrefillWorker:
             await handoff.stop()
             transfers.in_flight -= 1
             transfers.handoffs += handoff.committed
-            transfers.handoffs_failed += handoff.num_frames > 0 and not handoff.committed
+            failed = handoff.sender.num_frames > 0 and not handoff.committed
+            transfers.handoffs_failed += failed
             transfers.blocks += handoff.blocks_sent
-            transfers.bytes += handoff.bytes_sent
+            transfers.bytes += handoff.sender.bytes_sent

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from baton.cluster.errors import BatonError
 from baton.cluster.registry import Registry
-from baton.cluster.workers import WorkerRecord
+from baton.cluster.workers import WorkerLink, WorkerRecord
 
 TIMEOUT_S = 5.0
 
@@ -27,7 +27,18 @@ def status(redis: str | None, url: str, as_json: bool) -> None:
 
 
 def table(workers: list[WorkerRecord]) -> Table:
-    columns = ("role", "id", "address", "model", "running", "waiting", "blocks", "hand-offs", "")
+    columns = (
+        "role",
+        "id",
+        "address",
+        "model",
+        "running",
+        "waiting",
+        "blocks",
+        "hand-offs",
+        "kv to",
+        "",
+    )
     view = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for worker in sorted(workers, key=lambda worker: (worker.role != "prefill", worker.worker_id)):
         load = worker.load
@@ -40,9 +51,15 @@ def table(workers: list[WorkerRecord]) -> Table:
             str(load.waiting),
             f"{load.free_blocks}/{worker.num_blocks} free",
             str(load.handoffs_in_flight),
+            "\n".join(map(_link, worker.links)),
             "draining" if load.draining else "",
         )
     return view
+
+
+def _link(link: WorkerLink) -> str:
+    failing = f" ({', '.join(link.degraded)} failing)" if link.degraded else ""
+    return f"{link.peer} {link.transport}{failing}"
 
 
 async def _from_redis(url: str) -> list[WorkerRecord]:

@@ -29,6 +29,7 @@ __all__ = [
 MAX_BLOCK_SIZE = 256
 DType = Literal["bfloat16", "float32"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Transport = Literal["auto", "shm", "torch", "grpc"]
 WhenNoPrefill = Literal["refuse", "decode"]
 
 
@@ -130,6 +131,12 @@ class WorkerSettings(CommonSettings):
     enable_prefix_cache: bool = option(True, "reuse blocks of shared prefixes", _SWITCH)
     lease_s: Seconds = option(30.0, "life of a reservation without a hand-off", _SECONDS)
     drain_timeout_s: Seconds = option(30.0, "longest wait for running work at exit", _SECONDS)
+    transport: Transport = option(
+        "auto", "how KV travels; gRPC is what every way falls back to", choices(Transport)
+    )
+    transport_timeout_s: Seconds = option(
+        3.0, "longest wait for one payload on a transport", _SECONDS
+    )
 
     @model_validator(mode="after")
     def _a_block_fits_the_context(self) -> Self:
@@ -152,6 +159,10 @@ class PrefillSettings(WorkerSettings):
     handoff_timeout_s: Seconds = option(
         10.0, "longest wait for decode to take a frame of a hand-off", _SECONDS
     )
+    transport_retry_s: Seconds = option(
+        10.0, "pause before a transport that failed is tried again", _SECONDS
+    )
+    kv_checksum: bool = option(True, "put a checksum on every frame of KV", _SWITCH)
     worker_id: Name = Field(
         default_factory=lambda: f"prefill-{secrets.token_hex(3)}",
         description="name of this worker in the cluster (default: role and a random suffix)",
@@ -163,6 +174,7 @@ class DecodeSettings(WorkerSettings):
     """A decode worker: receives KV caches and generates tokens."""
 
     table: ClassVar[str] = "decode"
+    max_torch_groups: Count = option(16, "torch.distributed groups, one per prefill worker", _COUNT)
     worker_id: Name = Field(
         default_factory=lambda: f"decode-{secrets.token_hex(3)}",
         description="name of this worker in the cluster (default: role and a random suffix)",

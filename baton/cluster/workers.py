@@ -45,6 +45,16 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True)
+class WorkerLink:
+    """How a prefill worker reaches one decode worker; `degraded` transports have failed and
+    rest until a pause has passed."""
+
+    peer: str
+    transport: str
+    degraded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class WorkerRecord:
     """One worker as the registry knows it."""
 
@@ -58,6 +68,7 @@ class WorkerRecord:
     max_num_seqs: int
     num_blocks: int
     load: WorkerLoad
+    links: tuple[WorkerLink, ...] = ()
 
     def to_json(self) -> bytes:
         return orjson.dumps(self)
@@ -70,9 +81,15 @@ class WorkerRecord:
             raw["role"] = Role(raw["role"])
             raw["layout"] = KVLayout(**_known(KVLayout, raw["layout"]))
             raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
+            raw["links"] = tuple(_link(link) for link in raw.get("links", ()))
             return cls(**_known(cls, raw))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a worker record: {error}") from error
+
+
+def _link(raw: dict[str, Any]) -> WorkerLink:
+    fields = _known(WorkerLink, raw)
+    return WorkerLink(**{**fields, "degraded": tuple(fields.get("degraded", ()))})
 
 
 def _known(cls: type, raw: dict[str, Any]) -> dict[str, Any]:

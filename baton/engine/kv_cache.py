@@ -44,15 +44,23 @@ class KVCache:
     def bytes_per_token(self) -> int:
         return self.layout.bytes_per_token
 
-    def gather(self, layer_start: int, layer_count: int, block_ids: Sequence[int]) -> Tensor:
-        """A contiguous copy of the blocks, shape `layout.unit_shape`."""
+    def gather(
+        self,
+        layer_start: int,
+        layer_count: int,
+        block_ids: Sequence[int],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """A contiguous copy of the blocks, shape `layout.unit_shape`; in `out` if given, which
+        is flat, as long as the copy and on the cache's device."""
         self._check_layers(layer_start, layer_count)
         with torch.inference_mode():
             ids = self._ids(block_ids)
             planes = torch.arange(2 * layer_start, 2 * (layer_start + layer_count))
             rows = planes.to(ids.device).mul_(self.num_blocks).unsqueeze(1) + ids
             # Rows of one flat table: index_select copies whole rows fastest along dimension 0.
-            picked = self._table.index_select(0, rows.flatten())
+            shaped = None if out is None else out.view(rows.numel(), self._table.shape[1])
+            picked = torch.index_select(self._table, 0, rows.flatten(), out=shaped)
         return picked.view(self.layout.unit_shape(layer_count, len(block_ids)))
 
     def scatter(

@@ -106,17 +106,29 @@ class KVLayout(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("id", "generation", "incarnation", "address", "held_blocks", "lease_s")
+    __slots__ = ("id", "generation", "incarnation", "address", "held_blocks", "lease_s", "offer")
     ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
     id: str
     generation: int
     incarnation: str
     address: str
     held_blocks: _containers.RepeatedScalarFieldContainer[int]
     lease_s: float
-    def __init__(self, id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., held_blocks: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    offer: TransferOffer
+    def __init__(self, id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., held_blocks: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., offer: _Optional[_Union[TransferOffer, _Mapping]] = ...) -> None: ...
+
+class TransferOffer(_message.Message):
+    __slots__ = ("host_id", "transports", "torch_backends")
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    TORCH_BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    host_id: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    torch_backends: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -30,20 +30,24 @@ class KVOpen(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ...) -> None: ...
 
 class KVData(_message.Message):
-    __slots__ = ("sequence", "layer_start", "layer_count", "blocks", "payload", "checksum")
+    __slots__ = ("sequence", "layer_start", "layer_count", "blocks", "checksum", "payload", "shm", "torch")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SHM_FIELD_NUMBER: _ClassVar[int]
+    TORCH_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     layer_start: int
     layer_count: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    payload: bytes
     checksum: int
-    def __init__(self, sequence: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., payload: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+    payload: bytes
+    shm: ShmSlot
+    torch: TorchMessage
+    def __init__(self, sequence: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ..., shm: _Optional[_Union[ShmSlot, _Mapping]] = ..., torch: _Optional[_Union[TorchMessage, _Mapping]] = ...) -> None: ...
 
 class KVCommit(_message.Message):
     __slots__ = ("num_frames", "first_tokens")
@@ -53,10 +57,56 @@ class KVCommit(_message.Message):
     first_tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
     def __init__(self, num_frames: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
 
-class KVPushResponse(_message.Message):
-    __slots__ = ("blocks_received", "bytes_received")
-    BLOCKS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    blocks_received: int
-    bytes_received: int
-    def __init__(self, blocks_received: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+class ShmSlot(_message.Message):
+    __slots__ = ("pid", "fd", "token", "offset", "size")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    token: bytes
+    offset: int
+    size: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., token: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class TorchMessage(_message.Message):
+    __slots__ = ("group", "tag", "size")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    tag: int
+    size: int
+    def __init__(self, group: _Optional[str] = ..., tag: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class KVAck(_message.Message):
+    __slots__ = ("frames", "unreadable", "committed", "blocks", "bytes")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    UNREADABLE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    unreadable: str
+    committed: bool
+    blocks: int
+    bytes: int
+    def __init__(self, frames: _Optional[int] = ..., unreadable: _Optional[str] = ..., committed: _Optional[bool] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("backend", "max_bytes")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    max_bytes: int
+    def __init__(self, backend: _Optional[str] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("group", "store_port")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    store_port: int
+    def __init__(self, group: _Optional[str] = ..., store_port: _Optional[int] = ...) -> None: ...

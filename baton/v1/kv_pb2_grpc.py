@@ -34,10 +34,15 @@ class KVTransferStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Push = channel.stream_unary(
+        self.Push = channel.stream_stream(
                 '/baton.v1.KVTransfer/Push',
                 request_serializer=baton_dot_v1_dot_kv__pb2.KVFrame.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_kv__pb2.KVPushResponse.FromString,
+                response_deserializer=baton_dot_v1_dot_kv__pb2.KVAck.FromString,
+                _registered_method=True)
+        self.Join = channel.unary_stream(
+                '/baton.v1.KVTransfer/Join',
+                request_serializer=baton_dot_v1_dot_kv__pb2.JoinRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kv__pb2.JoinResponse.FromString,
                 _registered_method=True)
 
 
@@ -45,9 +50,19 @@ class KVTransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Push(self, request_iterator, context):
-        """One hand-off: KVOpen, any number of KVData, KVCommit. The answer comes after the commit is applied.
+        """One hand-off: KVOpen, any number of KVData, KVCommit. Every frame applied is acknowledged; the
+        acknowledgement with `committed` is the last one.
         Ending the stream without KVCommit aborts the hand-off. DATA_LOSS: a checksum or a frame count is wrong.
         FAILED_PRECONDITION: layouts differ, or the reservation is unknown, late or of another generation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Join(self, request, context):
+        """A prefill worker asks for a torch.distributed group of two: itself (rank 0) and this worker (rank 1).
+        Both sides join it on their own store right after the one answer; the group lives as long as the call.
+        RESOURCE_EXHAUSTED: there are as many groups as the worker allows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,10 +71,15 @@ class KVTransferServicer:
 
 def add_KVTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Push': grpc.stream_unary_rpc_method_handler(
+            'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
                     request_deserializer=baton_dot_v1_dot_kv__pb2.KVFrame.FromString,
-                    response_serializer=baton_dot_v1_dot_kv__pb2.KVPushResponse.SerializeToString,
+                    response_serializer=baton_dot_v1_dot_kv__pb2.KVAck.SerializeToString,
+            ),
+            'Join': grpc.unary_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=baton_dot_v1_dot_kv__pb2.JoinRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_kv__pb2.JoinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -83,12 +103,39 @@ class KVTransfer:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/baton.v1.KVTransfer/Push',
             baton_dot_v1_dot_kv__pb2.KVFrame.SerializeToString,
-            baton_dot_v1_dot_kv__pb2.KVPushResponse.FromString,
+            baton_dot_v1_dot_kv__pb2.KVAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.KVTransfer/Join',
+            baton_dot_v1_dot_kv__pb2.JoinRequest.SerializeToString,
+            baton_dot_v1_dot_kv__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

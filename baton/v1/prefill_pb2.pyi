@@ -48,17 +48,19 @@ class FirstTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished")
+    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished", "transport")
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SENT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     num_computed_tokens: int
     compute_s: float
     transfer_s: float
     bytes_sent: int
     blocks_sent: int
     finished: bool
-    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+    transport: str
+    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...

@@ -1,13 +1,24 @@
 """The requests a worker is busy with, its totals, and how it stops taking more."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from baton.cluster.workers import WorkerLink
 
 
 class Draining(Exception):
     """The worker takes no new work."""
+
+
+@dataclass(frozen=True)
+class TransferResources:
+    """What the transports hold now; see worker.proto."""
+
+    torch_groups: int = 0
+    shm_bytes: int = 0
+    staging_bytes: int = 0
 
 
 @dataclass
@@ -19,6 +30,8 @@ class TransferCounters:
     blocks: int = 0
     bytes: int = 0
     in_flight: int = 0
+    links: Callable[[], tuple[WorkerLink, ...]] = tuple
+    resources: Callable[[], TransferResources] = lambda: TransferResources()
 
 
 class Activity:

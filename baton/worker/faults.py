@@ -9,7 +9,13 @@ import grpc
 from baton.engine.async_engine import EngineFailed
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.scheduler import QueueFull
-from baton.engine.transfer.base import HandoffDamaged, HandoffError, HandoffLost, HandoffRefused
+from baton.engine.transfer.base import (
+    HandoffDamaged,
+    HandoffError,
+    HandoffLost,
+    HandoffRefused,
+    TransportFailed,
+)
 from baton.worker.activity import Draining
 
 log = logging.getLogger(__name__)
@@ -27,6 +33,7 @@ _STATUS: list[tuple[type[Exception], grpc.StatusCode]] = [
     (HandoffRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (HandoffDamaged, grpc.StatusCode.DATA_LOSS),
     (HandoffLost, grpc.StatusCode.UNAVAILABLE),
+    (TransportFailed, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (HandoffError, grpc.StatusCode.UNAVAILABLE),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
     (EngineFailed, grpc.StatusCode.INTERNAL),

@@ -51,6 +51,7 @@ class WorkerStatus:
             max_num_seqs=self.parts.config.max_num_seqs,
             num_blocks=self.parts.config.num_blocks,
             load=self.load(),
+            links=self.activity.transfers.links(),
         )
 
     def counters(self) -> pb.WorkerCounters:
@@ -98,6 +99,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 draining=load.draining,
             ),
             counters=self._status.counters(),
+            links=[pb.TransferLink(**vars(link)) for link in record.links],
+            transfer=pb.TransferResources(**vars(self._status.activity.transfers.resources())),
         )
 
     async def Drain(

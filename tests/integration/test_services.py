@@ -301,7 +301,7 @@ async def test_cancel_in_the_middle_of_the_frames_gives_everything_back(pair: Pa
         assert pair.decode.parts.engine.blocks.num_free < 64
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError):
-            await push
+            await push.read()
     await pair.settle()
 
 
@@ -373,7 +373,8 @@ async def _push(pair: Pair, frames: list[kv_pb2.KVFrame]) -> grpc.aio.AioRpcErro
                 yield frame
 
         with pytest.raises(grpc.aio.AioRpcError) as info:
-            await kv_pb2_grpc.KVTransferStub(channel).Push(stream())
+            async for _ in kv_pb2_grpc.KVTransferStub(channel).Push(stream()):
+                continue
         return info.value
 
 

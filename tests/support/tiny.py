@@ -25,12 +25,15 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
 from baton.store import StoredModel
-from baton.v1 import decode_pb2_grpc, kv_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
+from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts
 from baton.worker.status import WorkerServicer, WorkerStatus
-from decode_service.server import DecodeServicer, KVTransferServicer
+from decode_service.inbox import Inbox
+from decode_service.server import DecodeServicer
+from decode_service.transfer import KVTransferServicer
 from decode_service.worker import DecodeWorker
+from prefill_service.pairs import Pairs
 from prefill_service.server import PrefillServicer
 from prefill_service.worker import PrefillWorker
 
@@ -98,6 +101,8 @@ class RunningWorker:
     parts: Parts[Any]
     status: WorkerStatus
     work: Any
+    transfer: Any = None
+    """Its end of the transports: `Pairs` at prefill, `Inbox` at decode."""
 
     def assert_idle(self) -> None:
         """Nothing is held, promised, queued or in flight."""
@@ -124,14 +129,15 @@ async def run_prefill(path: Path, **settings: Any) -> AsyncIterator[RunningWorke
     config = PrefillSettings.build(**values)
     parts = make_parts(path, config, PrefillScheduler)
     engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
-    worker = PrefillWorker(engine, parts.cache, activity)
+    pairs = Pairs(config, parts.cache, channels)
+    activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
+    worker = PrefillWorker(engine, parts.cache.layout, activity)
     status = WorkerStatus(Role.PREFILL, config, new_incarnation(), parts, activity)
-    servicer = PrefillServicer(
-        worker, channels, parts.cache.layout, VOCAB, config.handoff_timeout_s
-    )
+    servicer = PrefillServicer(worker, pairs, VOCAB)
     adders = [partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)]
     async with _serving(engine, status, adders) as address:
-        yield RunningWorker(address, parts, status, worker)
+        yield RunningWorker(address, parts, status, worker, pairs)
+        await pairs.close()
     await channels.close()
 
 
@@ -143,14 +149,16 @@ async def run_decode(path: Path, **settings: Any) -> AsyncIterator[RunningWorker
     engine, activity = AsyncEngine(parts.engine), Activity()
     worker = DecodeWorker(engine, parts.cache, activity, config.lease_s)
     status = WorkerStatus(Role.DECODE, config, new_incarnation(), parts, activity)
-    decode = DecodeServicer(worker, status, VOCAB)
-    transfer = KVTransferServicer(worker, parts.cache.layout, status.incarnation, config.lease_s)
-    adders = [
-        partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode),
-        partial(kv_pb2_grpc.add_KVTransferServicer_to_server, transfer),
-    ]
+    inbox = Inbox(config)
+    activity.transfers.resources = inbox.resources
+    decode = DecodeServicer(worker, status, VOCAB, inbox)
+    transfer = KVTransferServicer(
+        worker, inbox, parts.cache.layout, status.incarnation, config.lease_s
+    )
+    adders = [partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode), transfer.add_to]
     async with _serving(engine, status, adders) as address:
-        yield RunningWorker(address, parts, status, worker)
+        yield RunningWorker(address, parts, status, worker, inbox)
+    inbox.close()
 
 
 @contextlib.asynccontextmanager

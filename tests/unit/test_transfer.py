@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout
-from baton.engine.transfer.base import HandoffDamaged
-from baton.engine.transfer.payload import read_frame, write_frame
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.sequence import Sequence
+from baton.engine.transfer.base import HandoffDamaged, KVFrame
+from baton.engine.transfer.payload import SequenceReader, write_frame
 from baton.engine.transfer.plan import FramePlan, plan_frames
 
 
@@ -44,6 +46,16 @@ def cache(dtype: str = "bfloat16", seed: int | None = None) -> KVCache:
         generator = torch.Generator().manual_seed(seed)
         result.data.copy_(torch.randn(result.data.shape, generator=generator))
     return result
+
+
+def read_frame(source: KVCache, plan: FramePlan, table: list[int], sequence: int) -> KVFrame:
+    seq = Sequence([1], SamplingParams())
+    seq.block_table = table
+    reader = SequenceReader(source, seq)
+    payload = torch.empty(reader.num_bytes(plan), dtype=torch.uint8)
+    checksum = reader.read(plan, payload)
+    where = (sequence, plan.layer_start, plan.layer_count, plan.positions)
+    return KVFrame(*where, bytes(payload.numpy()), checksum)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,0 +1,124 @@
+"""KVFrame messages with large payloads, written and read without protobuf copying the bytes.
+
+What goes over the wire is ordinary protobuf: any client may speak to it. The writer puts the
+payload last and joins it to the rest in one copy; the reader leaves it where gRPC put it.
+"""
+
+from typing import NamedTuple
+
+from baton.engine.transfer.base import Buffer, Carrier, ShmSlot, TorchMessage
+from baton.engine.transfer.plan import FramePlan
+from baton.v1 import kv_pb2
+
+_FRAME_DATA = kv_pb2.KVFrame.DESCRIPTOR.fields_by_name["data"].number
+_DATA_PAYLOAD = kv_pb2.KVData.DESCRIPTOR.fields_by_name["payload"].number
+_LENGTH_DELIMITED = 2
+
+
+class WireFrame(NamedTuple):
+    """`message` lacks its payload bytes, which `payload` holds."""
+
+    message: kv_pb2.KVFrame
+    payload: memoryview | None = None
+
+
+def data_frame(
+    sequence: int, plan: FramePlan, carrier: Carrier, checksum: int | None
+) -> kv_pb2.KVFrame | bytes:
+    data = kv_pb2.KVData(
+        sequence=sequence,
+        layer_start=plan.layer_start,
+        layer_count=plan.layer_count,
+        blocks=plan.positions,
+        checksum=checksum,
+    )
+    if isinstance(carrier, ShmSlot):
+        data.shm.MergeFrom(kv_pb2.ShmSlot(**vars(carrier)))
+    elif isinstance(carrier, TorchMessage):
+        data.torch.MergeFrom(kv_pb2.TorchMessage(**vars(carrier)))
+    else:
+        return _with_payload(data, carrier)
+    return kv_pb2.KVFrame(data=data)
+
+
+def serialize(frame: kv_pb2.KVFrame | bytes) -> bytes:
+    return frame if isinstance(frame, bytes) else frame.SerializeToString()
+
+
+def parse(wire: bytes) -> WireFrame:
+    """Raises DecodeError, as protobuf does."""
+    try:
+        payload = _find_payload(memoryview(wire))
+    except IndexError:
+        payload = None  # cut short: protobuf says so below
+    if payload is None:
+        return WireFrame(kv_pb2.KVFrame.FromString(wire))
+    start, end, head = payload
+    rest = wire[head : start - _header_size(end - start)] + wire[end:]
+    message = kv_pb2.KVFrame(data=kv_pb2.KVData.FromString(rest))
+    return WireFrame(message, memoryview(wire)[start:end])
+
+
+def _with_payload(data: kv_pb2.KVData, payload: Buffer) -> bytes:
+    size = memoryview(payload).nbytes
+    inner = data.SerializeToString() + _header(_DATA_PAYLOAD, size)
+    return b"".join((_header(_FRAME_DATA, len(inner) + size), inner, payload))
+
+
+def _find_payload(wire: memoryview) -> tuple[int, int, int] | None:
+    """Start and end of the payload and where KVData begins; None when there is no payload or
+    the message is not one KVData."""
+    tag, at = _varint(wire, 0)
+    if tag != _FRAME_DATA << 3 | _LENGTH_DELIMITED:
+        return None
+    size, head = _varint(wire, at)
+    at = head
+    if head + size != len(wire):
+        return None
+    while at < len(wire):
+        tag, at = _varint(wire, at)
+        length, start = _field(wire, at, tag & 7)
+        if length < 0 or start + length > len(wire):
+            return None
+        if tag == _DATA_PAYLOAD << 3 | _LENGTH_DELIMITED:
+            minimal = start - at == len(_encode_varint(length))
+            return (start, start + length, head) if minimal else None
+        at = start + length
+    return None
+
+
+def _field(wire: memoryview, at: int, kind: int) -> tuple[int, int]:
+    """Length and start of a field's contents; -1 for a kind that we do not use."""
+    if kind == 0:
+        return 0, _varint(wire, at)[1]
+    if kind == _LENGTH_DELIMITED:
+        return _varint(wire, at)
+    return {1: 8, 5: 4}.get(kind, -1), at
+
+
+def _varint(wire: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = wire[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _header(field: int, size: int) -> bytes:
+    return _encode_varint(field << 3 | _LENGTH_DELIMITED) + _encode_varint(size)
+
+
+def _header_size(size: int) -> int:
+    return len(_header(_DATA_PAYLOAD, size))

@@ -1,0 +1,82 @@
+"""Where payloads arrive: finds the bytes of a frame wherever its carrier says they are.
+
+Owns the receiving ends of the transports; all are bounded. Knows no reservation: what a frame
+means, and whether it is still wanted, is decided elsewhere.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from baton.cluster.settings import DecodeSettings
+from baton.engine.transfer import shm, torch_dist
+from baton.engine.transfer.base import (
+    MAX_FRAME_BYTES,
+    Buffer,
+    Carrier,
+    HandoffRefused,
+    ShmSlot,
+    TorchMessage,
+    TransportFailed,
+)
+from baton.v1 import common_pb2
+from baton.worker.activity import TransferResources
+
+
+class Arrival(NamedTuple):
+    """`release` when the payload has been copied."""
+
+    payload: Buffer | Tensor
+    release: Callable[[], None] = lambda: None
+
+
+class Inbox:
+    """Made and used on the event loop."""
+
+    def __init__(self, settings: DecodeSettings, device: str = "cpu") -> None:
+        self.maps = shm.SlotMaps()
+        self.groups = torch_dist.TorchInbox(
+            _own_host(settings), device, settings.max_torch_groups, settings.transport_timeout_s
+        )
+        self._transports = _transports(settings.transport, device)
+        self._device = device
+
+    def offer(self) -> common_pb2.TransferOffer:
+        return common_pb2.TransferOffer(
+            host_id=shm.host_id() if "shm" in self._transports else "",
+            transports=self._transports,
+            torch_backends=torch_dist.backends(self._device),
+        )
+
+    async def fetch(self, carrier: Carrier) -> Arrival:
+        """Raises TransportFailed, or HandoffRefused for more bytes than any frame may have."""
+        size = carrier.size if isinstance(carrier, ShmSlot | TorchMessage) else len(carrier)
+        if size > MAX_FRAME_BYTES:
+            raise HandoffRefused(f"a frame of {size} bytes is over the limit {MAX_FRAME_BYTES}")
+        if isinstance(carrier, ShmSlot):
+            self._check_offered("shm")
+            return Arrival(self.maps.view(carrier))
+        if isinstance(carrier, TorchMessage):
+            self._check_offered("torch")
+            return Arrival(*await self.groups.fetch(carrier))
+        return Arrival(carrier)
+
+    def resources(self) -> TransferResources:
+        return TransferResources(len(self.groups), self.maps.num_bytes, self.groups.num_bytes)
+
+    def close(self) -> None:
+        self.maps.close()
+
+    def _check_offered(self, transport: str) -> None:
+        if transport not in self._transports:
+            raise TransportFailed(f"{transport} is not offered here")
+
+
+def _own_host(settings: DecodeSettings) -> str:
+    return settings.advertised(0).rpartition(":")[0].strip("[]")
+
+
+def _transports(choice: str, device: str) -> list[str]:
+    able = {"shm": shm.supported(), "torch": bool(torch_dist.backends(device)), "grpc": True}
+    return [name for name in able if (able[name] and choice in ("auto", name)) or name == "grpc"]

@@ -1,0 +1,81 @@
+"""The KVTransfer service: checks who pushes what, then leaves the frames to `Receiving`."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.engine.kv_layout import KVLayout
+from baton.engine.transfer.base import HandoffDamaged, HandoffRefused
+from baton.v1 import kv_pb2
+from baton.worker import kv_wire
+from baton.worker.faults import status_of_faults
+from baton.worker.translate import layout_difference
+from decode_service.inbox import Inbox
+from decode_service.receiving import FrameReader, Receiving
+from decode_service.worker import DecodeWorker
+
+
+class KVTransferServicer:
+    def __init__(
+        self,
+        worker: DecodeWorker,
+        inbox: Inbox,
+        layout: KVLayout,
+        incarnation: str,
+        frame_timeout_s: float,
+    ) -> None:
+        self._worker = worker
+        self._inbox = inbox
+        self._layout = layout
+        self._incarnation = incarnation
+        self._frame_timeout_s = frame_timeout_s
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """As the generated function does, but payloads stay where gRPC put them."""
+        push = grpc.stream_stream_rpc_method_handler(
+            self.Push, kv_wire.parse, kv_pb2.KVAck.SerializeToString
+        )
+        join = grpc.unary_stream_rpc_method_handler(
+            self.Join, kv_pb2.JoinRequest.FromString, kv_pb2.JoinResponse.SerializeToString
+        )
+        service = grpc.method_handlers_generic_handler(
+            "baton.v1.KVTransfer", {"Push": push, "Join": join}
+        )
+        server.add_generic_rpc_handlers((service,))
+
+    async def Push(
+        self, frames: AsyncIterator[kv_wire.WireFrame], context: grpc.aio.ServicerContext
+    ) -> None:
+        async with status_of_faults(context, "push"):
+            reader = FrameReader(frames, self._frame_timeout_s)
+            opening = (await reader.next()).message
+            self._check(opening)
+            reservation_id, generation = opening.open.reservation_id, opening.open.generation
+            async with self._worker.receive(reservation_id, generation) as handoff:
+                await Receiving(handoff, self._inbox, reader, context.write).run()
+            await context.write(
+                kv_pb2.KVAck(
+                    frames=handoff.num_frames,
+                    committed=True,
+                    blocks=handoff.blocks_received,
+                    bytes=handoff.bytes_received,
+                )
+            )
+
+    async def Join(self, request: kv_pb2.JoinRequest, context: grpc.aio.ServicerContext) -> None:
+        async with (
+            status_of_faults(context, "join"),
+            self._inbox.groups.member(request.backend, request.max_bytes) as (name, port),
+        ):
+            await context.write(kv_pb2.JoinResponse(group=name, store_port=port))
+            # The sender, or its death, ends the call and with it the group.
+            await self._inbox.groups.ended(name)
+
+    def _check(self, frame: kv_pb2.KVFrame) -> None:
+        if frame.WhichOneof("frame") != "open":
+            raise HandoffDamaged("the first frame does not open a hand-off")
+        if frame.open.incarnation != self._incarnation:
+            raise HandoffRefused("the reservation belongs to an earlier life of this worker")
+        difference = layout_difference(self._layout, frame.open.layout)
+        if difference:
+            raise HandoffRefused(f"the KV caches do not match: {difference}")

@@ -1,0 +1,154 @@
+"""How this worker reaches each decode worker: which transports, which of them rest, and why.
+
+For one pair the order is shared memory (same host), torch.distributed, gRPC; a setting names
+one instead. A transport that fails rests for a pause, then is tried again. gRPC never rests.
+Owns the sending ends; their number and memory are bounded and reported.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+
+from baton.cluster.rpc import ChannelPool
+from baton.cluster.settings import PrefillSettings
+from baton.cluster.workers import WorkerLink
+from baton.engine.kv_cache import KVCache
+from baton.engine.sequence import Sequence
+from baton.engine.transfer import shm, torch_dist
+from baton.engine.transfer.base import KVSender, PayloadLink, TransportFailed
+from baton.engine.transfer.inline import InlineLink
+from baton.engine.transfer.payload import SequenceReader
+from baton.v1 import common_pb2
+from baton.worker.activity import TransferResources
+from prefill_service.push import PushSender
+from prefill_service.torch_pair import TorchPair
+
+log = logging.getLogger(__name__)
+
+_MAX_PAIRS = 256
+_INLINE_FRAMES = 16
+
+
+class Pairs:
+    """All pairs of one prefill worker. Made and used on the event loop."""
+
+    def __init__(self, settings: PrefillSettings, cache: KVCache, channels: ChannelPool) -> None:
+        self.settings = settings
+        self.channels = channels
+        self.device = cache.data.device.type
+        self.inline = InlineLink(asyncio.Semaphore(_INLINE_FRAMES), settings.handoff_timeout_s)
+        self._cache = cache
+        self._slots: shm.SlotPool | None = None
+        self._pairs: OrderedDict[str, Pair] = OrderedDict()
+
+    def sender(self, destination: common_pb2.Reservation, seq: Sequence) -> KVSender:
+        return PushSender(
+            self.channels.get(destination.address),
+            destination,
+            self._cache.layout,
+            SequenceReader(self._cache, seq, self.settings.kv_checksum),
+            self._pair(destination),
+            self.settings.handoff_timeout_s,
+        )
+
+    def shm_link(self) -> shm.ShmLink:
+        if self._slots is None:
+            self._slots = shm.SlotPool()
+        return shm.ShmLink(self._slots, self.settings.transport_timeout_s)
+
+    def links(self) -> tuple[WorkerLink, ...]:
+        return tuple(pair.link() for pair in self._pairs.values() if pair.transport)
+
+    def resources(self) -> TransferResources:
+        groups = [g for pair in self._pairs.values() if (g := pair.torch.group) is not None]
+        return TransferResources(
+            torch_groups=len(groups),
+            shm_bytes=self._slots.size if self._slots else 0,
+            staging_bytes=sum(group.num_bytes for group in groups),
+        )
+
+    async def close(self) -> None:
+        for pair in self._pairs.values():
+            pair.torch.close()
+        if self._slots is not None:
+            self._slots.close()
+
+    def _pair(self, destination: common_pb2.Reservation) -> "Pair":
+        pair = self._pairs.get(destination.address)
+        if pair is None or pair.incarnation != destination.incarnation:
+            if pair is not None:
+                pair.torch.close()
+            pair = self._pairs[destination.address] = Pair(self, destination)
+        self._pairs.move_to_end(destination.address)
+        while len(self._pairs) > _MAX_PAIRS:
+            self._pairs.popitem(last=False)[1].torch.close()
+        return pair
+
+
+class Pair:
+    """`Links` to one life of one decode worker."""
+
+    def __init__(self, pairs: Pairs, destination: common_pb2.Reservation) -> None:
+        self.address = destination.address
+        self.incarnation = destination.incarnation
+        self.transport = ""
+        settings = pairs.settings
+        self._pairs = pairs
+        self._resting: dict[str, float] = {}
+        self._order = _order(settings.transport, destination.offer, pairs.device)
+        self._retry_s = settings.transport_retry_s
+        channel = pairs.channels.get(self.address)
+        backends = list(destination.offer.torch_backends)
+        self.torch = TorchPair(
+            channel, self.address, backends, pairs.device, settings.transport_timeout_s
+        )
+
+    async def best(self) -> PayloadLink:
+        for transport in self._order:
+            if self._resting.get(transport, 0.0) > time.monotonic():
+                continue
+            try:
+                link = await self._open(transport)
+            except (TransportFailed, OSError) as error:
+                self._rest(transport, str(error))
+                continue
+            self.transport = link.name
+            return link
+        self.transport = self._pairs.inline.name
+        return self._pairs.inline
+
+    def failed(self, link: PayloadLink, reason: str) -> None:
+        transport = link.name.partition(":")[0]
+        if transport == "torch":
+            self.torch.close()
+        if transport != "grpc":
+            self._rest(transport, reason)
+
+    def abandoned(self, link: PayloadLink) -> None:
+        if link.name.startswith("torch"):
+            self.torch.retire()
+
+    def link(self) -> WorkerLink:
+        now = time.monotonic()
+        resting = tuple(name for name, until in self._resting.items() if until > now)
+        return WorkerLink(self.address, self.transport, resting)
+
+    def _rest(self, transport: str, reason: str) -> None:
+        log.warning("transport=%s peer=%s rests: %s", transport, self.address, reason)
+        self._resting[transport] = time.monotonic() + self._retry_s
+
+    async def _open(self, transport: str) -> PayloadLink:
+        if transport == "torch":
+            return await self.torch.link()
+        return self._pairs.shm_link() if transport == "shm" else self._pairs.inline
+
+
+def _order(choice: str, offer: common_pb2.TransferOffer, device: str) -> list[str]:
+    able = {
+        "shm": shm.supported() and device == "cpu" and offer.host_id == shm.host_id(),
+        "torch": bool(set(torch_dist.backends(device)) & set(offer.torch_backends)),
+        "grpc": True,
+    }
+    offered = [t for t in able if able[t] and (t in offer.transports or t == "grpc")]
+    return offered if choice == "auto" else [t for t in offered if t in (choice, "grpc")]
