@@ -135,8 +135,9 @@ class Supervisor:
         self._signal(stage, signal.SIGTERM)
         killed = asyncio.create_task(self._kill.wait())
         gone = asyncio.gather(*stage.values(), return_exceptions=True)
+        both: set[asyncio.Future[Any]] = {killed, gone}
         await asyncio.wait(
-            {killed, gone},
+            both,
             timeout=max(0.0, deadline - time.monotonic()),
             return_when=asyncio.FIRST_COMPLETED,
         )

@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_the_queue_reaches_no_worker(model: TextModel
     async with running_gateway(model, scripted(TEXT), max_running=1) as gateway:
         gateway.cluster.decodes[0].behaviour.step_s = 0.02
         async with raw_request(gateway, LONG) as (_, running):
-            await until(lambda: gateway.gateway.admission.running == 1)
+            await until(lambda: gateway.cluster.decodes[0].counters.calls == 1)
             async with raw_request(gateway, LONG) as (_, queued):
                 await until(lambda: gateway.gateway.admission.waiting == 1)
                 queued.close()
