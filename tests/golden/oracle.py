@@ -4,6 +4,7 @@ Tokenising, chat template and decoding are those of `transformers`, so that the 
 are checked against something else.
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -77,10 +78,12 @@ class Oracle:
         self._known.update(zip(new, found, strict=True))
         return [self._known[key] for key in keys]
 
-    def expected(
+    async def expected(
         self, prompts: list[list[int]], sampling: SamplingParams
     ) -> list[list[ExpectedChoice]]:
-        return [[self.as_seen(c) for c in choices] for choices in self.choices(prompts, sampling)]
+        """Beside the event loop, where the cluster's heartbeats go on."""
+        found = await asyncio.to_thread(self.choices, prompts, sampling)
+        return [[self.as_seen(choice) for choice in choices] for choices in found]
 
     def as_seen(self, choice: Choice) -> ExpectedChoice:
         """The token that stops a choice is counted, not shown."""

@@ -41,7 +41,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 NAMES = ("fact", "python", "emoji", "chat question", "chat long turns", "65 ids")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["1P1D", "2P2D"])
+PAIRS = [pytest.param(1, id="1P1D"), pytest.param(2, id="2P2D", marks=pytest.mark.slow)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=PAIRS)
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     async with running_cluster(prefills=request.param, decodes=request.param) as cluster:
         yield cluster
@@ -53,9 +56,10 @@ async def test_seeded_draws_are_the_offline_ones_cold_and_warm_streamed_and_whol
 ) -> None:
     some = [prompt for prompt in prompts if prompt.name in NAMES]
     assert len(some) == len(NAMES)
-    wanted = oracle.expected(
+    wanted = await oracle.expected(
         [oracle.ids(prompt) for prompt in some], SamplingParams(max_tokens=12, **sampling)
     )
+    await cluster.wait_for_workers()
     for stream in (False, True):
         answers: list[Answer] = await asyncio.gather(
             *(cluster.ask(p.path, **p.body, **sampling, max_tokens=12, stream=stream) for p in some)
@@ -67,5 +71,6 @@ async def test_seeded_draws_are_the_offline_ones_cold_and_warm_streamed_and_whol
 
 async def test_a_request_without_a_seed_differs_from_time_to_time(cluster: Cluster) -> None:
     body = {"prompt": "Once upon a time", "temperature": 1.5, "max_tokens": 12}
+    await cluster.wait_for_workers()
     answers = [await cluster.ask("/v1/completions", **body) for _ in range(3)]
     assert len({answer.text for answer in answers}) == 3
