@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.cli.child_process import ChildProcess, ChildSpec, describe_exit
 
