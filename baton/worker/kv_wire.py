@@ -56,6 +56,8 @@ def parse(wire: bytes) -> WireFrame:
     start, end, head = payload
     rest = wire[head : start - _header_size(end - start)] + wire[end:]
     message = kv_pb2.KVFrame(data=kv_pb2.KVData.FromString(rest))
+    if message.data.WhichOneof("carrier") is not None:  # two carriers: protobuf knows which counts
+        return WireFrame(kv_pb2.KVFrame.FromString(wire))
     return WireFrame(message, memoryview(wire)[start:end])
 
 

@@ -1,0 +1,167 @@
+"""A transport that fails is left for the next, and what its peer held is given back."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.llm import LLM
+from baton.engine.transfer.base import TorchMessage, TransportFailed
+from tests.support.client import PairClient, sampling_pb
+from tests.support.handoffs import until
+from tests.support.tiny import RunningWorker, run_decode, run_prefill
+from tests.support.transport_pair import NAMES, Pair, offline, random_prompt, run_pair, transport_of
+
+
+@pytest.fixture(params=["shm", "torch"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def pair(
+    tiny_llama: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
+    async with run_pair(tiny_llama, transport, monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> LLM:
+    return LLM(tiny_llama, "float32", num_blocks=256, block_size=4, enable_prefix_cache=False)
+
+
+# --- a transport that fails -------------------------------------------------------------------
+
+
+def break_after(monkeypatch: pytest.MonkeyPatch, pair: Pair, transport: str, count: int) -> None:
+    """Decode cannot read payloads any more after `count` of them."""
+    inbox = pair.decode.transfer
+    target, name = (inbox.maps, "view") if transport == "shm" else (inbox.groups, "fetch")
+    read, reads = getattr(target, name), iter(range(count))
+
+    def fail_or_read(carrier: Any) -> Any:
+        if next(reads, None) is None:
+            raise TransportFailed("broken on purpose")
+        return read(carrier)
+
+    monkeypatch.setattr(target, name, fail_or_read)
+
+
+@pytest.mark.parametrize("frames", [0, 1, 7])
+async def test_a_transport_that_fails_midway_is_replaced_for_the_request_and_tried_again_later(
+    pair: Pair, llm: LLM, transport: str, frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(150)
+    with monkeypatch.context() as broken:
+        break_after(broken, pair, transport, frames)
+        served = await pair.client.serve(prompt, sampling_pb(ignore_eos=True))
+    assert served.texts() == offline(llm, prompt, ignore_eos=True)
+    assert transport_of(served) == "grpc"
+    assert pair.prefill.status.record().links[0].degraded == (transport,)
+    at_once = await pair.client.serve(random_prompt(30, 1), sampling_pb())
+    assert transport_of(at_once) == "grpc", "it rests"
+    await until(lambda: not pair.prefill.status.record().links[0].degraded)
+    later = await pair.client.serve(random_prompt(30, 2), sampling_pb(ignore_eos=True))
+    assert transport_of(later) == NAMES[transport]
+    assert later.texts() == offline(llm, random_prompt(30, 2), ignore_eos=True)
+    await pair.settle()
+
+
+async def test_automatic_choice_goes_from_shared_memory_to_torch_to_grpc(
+    tiny_llama: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        run_prefill(tiny_llama) as prefill,
+        run_decode(tiny_llama) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        pair, used = Pair(prefill, decode, client), []
+        for seed, broken in enumerate(["", "shm", "torch"]):
+            if broken:
+                break_after(monkeypatch, pair, broken, 0)
+            served = await client.serve(random_prompt(30, seed), sampling_pb(ignore_eos=True))
+            assert served.texts() == offline(llm, random_prompt(30, seed), ignore_eos=True)
+            used.append(transport_of(served))
+        assert used == ["shm", "torch:gloo", "grpc"]
+        await pair.settle()
+
+
+async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) -> None:
+    async with (
+        run_decode(tiny_llama, transport="torch", max_torch_groups=1) as decode,
+        run_prefill(tiny_llama, transport="torch") as first,
+        run_prefill(tiny_llama, transport="torch") as second,
+    ):
+        used = []
+        for prefill in (first, second):
+            async with PairClient(prefill, decode) as client:
+                served = await client.serve(random_prompt(30, len(used)), sampling_pb())
+                used.append(transport_of(served))
+        assert used == ["torch:gloo", "grpc"]
+        resources = decode.status.activity.transfers.resources()
+        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * (4 << 20)
+        await first.transfer.close()
+        await until(lambda: len(decode.transfer.groups) == 0)
+
+
+# --- a peer that dies or stops ----------------------------------------------------------------
+
+SENDER = """
+import asyncio, sys, grpc
+from prefill_service.torch_pair import TorchPair
+async def main(address):
+    pair = TorchPair(grpc.aio.insecure_channel(address), address, ["gloo"], "cpu", 5.0)
+    link = await pair.link()
+    print(pair.group.name, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+async def joined(
+    tiny_llama: Path,
+) -> AsyncIterator[tuple[RunningWorker, asyncio.subprocess.Process, str]]:
+    async with run_decode(tiny_llama, transport="torch", transport_timeout_s=1.0) as decode:
+        command = [sys.executable, "-c", SENDER, decode.address]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            yield decode, process, (await process.stdout.readline()).decode().strip()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def test_a_killed_sender_ends_its_group_within_a_second(joined: Any) -> None:
+    decode, process, group = joined
+    await until(lambda: group in decode.transfer.groups._groups)
+    receiving = asyncio.create_task(_fetch(decode, group))
+    process.kill()
+    with pytest.raises(TransportFailed):
+        async with asyncio.timeout(1.0):
+            await receiving
+    await until(lambda: len(decode.transfer.groups) == 0, 2.0)
+
+
+async def test_a_stopped_sender_costs_one_deadline_and_its_group(joined: Any) -> None:
+    decode, process, group = joined
+    await until(lambda: group in decode.transfer.groups._groups)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(TransportFailed):
+        async with asyncio.timeout(3.0):
+            await _fetch(decode, group)
+    await until(lambda: len(decode.transfer.groups) == 0, 2.0)
+
+
+async def _fetch(decode: RunningWorker, group: str) -> Any:
+    return await decode.transfer.fetch(TorchMessage(group, 1, 1024))

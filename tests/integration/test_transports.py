@@ -1,0 +1,186 @@
+"""What a hand-off promises holds on every transport."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.llm import LLM
+from baton.engine.transfer.base import HandoffError
+from baton.engine.transfer.plan import FramePlan
+from decode_service.incoming import IncomingHandoff
+from tests.support.client import sampling_pb
+from tests.support.handoffs import FIRST, LAYERS, by_hand, until, whole_block
+from tests.support.transport_pair import NAMES, Pair, offline, random_prompt, run_pair, transport_of
+
+
+@pytest.fixture(params=["shm", "torch", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def pair(
+    tiny_llama: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
+    async with run_pair(tiny_llama, transport, monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> LLM:
+    return LLM(tiny_llama, "float32", num_blocks=256, block_size=4, enable_prefix_cache=False)
+
+
+async def test_many_frames_give_the_offline_tokens_and_the_transport_is_shown(
+    pair: Pair, llm: LLM, transport: str
+) -> None:
+    for length in (1, 9, 70, 150):
+        prompt = random_prompt(length, length)
+        served = await pair.client.serve(prompt, sampling_pb(max_tokens=12, ignore_eos=True))
+        assert served.texts() == offline(llm, prompt, max_tokens=12, ignore_eos=True)
+        assert transport_of(served) == NAMES[transport]
+        assert served.prefill_done and served.prefill_done.bytes_sent == -(-length // 4) * 1024
+    (link,) = pair.prefill.status.record().links
+    assert (link.peer, link.transport, link.degraded) == (
+        pair.decode.address,
+        NAMES[transport],
+        (),
+    )
+    await pair.settle()
+
+
+async def test_concurrent_hand_offs_share_slots_and_buffers_and_keep_their_text(
+    pair: Pair, llm: LLM
+) -> None:
+    prompts = [random_prompt(40 + i, i) for i in range(8)]
+
+    async def serve(prompt: list[int]) -> None:
+        served = await pair.client.serve(prompt, sampling_pb(max_tokens=4, ignore_eos=True))
+        assert served.texts() == offline(llm, prompt, max_tokens=4, ignore_eos=True)
+
+    for half in (prompts[:4], prompts[4:]):
+        await asyncio.gather(*map(serve, half))
+    await pair.settle()
+
+
+FAULTS = {
+    "a byte flips": None,
+    "a frame is dropped": lambda n, plan: (n + (n >= 2), plan),
+    "a frame is repeated": lambda n, plan: (n - (n == 2), plan),
+    "two frames change places": lambda n, plan: ({1: 2, 2: 1}.get(n, n), plan),
+    "a block is not the hand-off's": lambda n, plan: (n, whole_block(77) if n == 2 else plan),
+    "a block comes twice": lambda n, plan: (n, whole_block(0) if n == 2 else plan),
+    "a layer does not exist": lambda n, plan: (
+        n,
+        FramePlan(LAYERS, LAYERS, plan.positions) if n == 2 else plan,
+    ),
+    "a frame is larger than it says": lambda n, plan: (
+        n,
+        FramePlan(0, 1, plan.positions) if n == 2 else plan,
+    ),
+    "the commit comes early": None,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_faulty_hand_off_is_refused_and_a_new_attempt_gives_the_text(
+    pair: Pair, llm: LLM, fault: str
+) -> None:
+    prompt = random_prompt(20)
+    call, reservation = await pair.client.reserve(prompt, sampling_pb(ignore_eos=True))
+    sender = by_hand(pair.prefill, reservation, 5, flip_at=2 if fault == "a byte flips" else -1)
+    sender.lie = FAULTS[fault]
+    with pytest.raises(HandoffError):
+        for position in range(3 if fault == "the commit comes early" else 5):
+            await sender.send(whole_block(position))
+        await sender.commit(FIRST)
+    await sender.abort()
+    assert not pair.decode.parts.engine.scheduler.running
+    reservation.generation = 1
+    await until(lambda: pair.decode.status.activity.transfers.handoffs_failed == 1)
+    assert (
+        await _finish(pair, call, prompt, reservation) == offline(llm, prompt, ignore_eos=True)[0]
+    )
+    await pair.settle()
+
+
+async def _finish(pair: Pair, call: Any, prompt: list[int], reservation: Any) -> list[int]:
+    from tests.integration.test_services import prefill_request
+
+    tokens: list[int] = []
+    request = prefill_request(prompt, reservation, ignore_eos=True)
+    async for event in pair.client.prefill.Prefill(request):
+        tokens += [t.token_id for t in event.first_tokens.tokens]
+    async for event in call:
+        tokens += [t.token_id for t in event.tokens.tokens]
+    return tokens
+
+
+async def test_frames_of_a_hand_off_that_has_ended_change_no_block(pair: Pair) -> None:
+    """A stopped prefill that is resumed goes on sending into blocks that are others' by now."""
+    call, reservation = await pair.client.reserve(random_prompt(20), sampling_pb())
+    sender = by_hand(pair.prefill, reservation, 5)
+    await sender.send(whole_block(0))
+    await until(lambda: not sender._frames)
+    call.cancel()
+    await pair.decode.wait_idle()
+    before = pair.decode.parts.cache.data.clone()
+    with pytest.raises(HandoffError):
+        for position in range(1, 5):
+            await sender.send(whole_block(position))
+        await sender.commit(FIRST)
+    await sender.abort()
+    assert bool((pair.decode.parts.cache.data == before).all())
+    await pair.settle()
+
+
+async def test_clients_that_leave_at_random_moments_leak_nothing(pair: Pair, llm: LLM) -> None:
+    rng = random.Random(4)
+
+    async def one(seed: int) -> None:
+        request = sampling_pb(max_tokens=rng.randrange(1, 40), n=rng.choice([1, 2]))
+        prompt = random_prompt(rng.randrange(1, 200), seed)
+        task = asyncio.create_task(pair.client.serve(prompt, request))
+        await asyncio.wait({task}, timeout=rng.random() * 0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    for batch in range(6):
+        await asyncio.gather(*(one(batch * 10 + i) for i in range(6)))
+    await pair.settle()
+    served = await pair.client.serve(random_prompt(40, 3), sampling_pb(ignore_eos=True))
+    assert served.texts() == offline(llm, random_prompt(40, 3), ignore_eos=True)
+    await pair.settle()
+
+
+async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
+    pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, receive = asyncio.Event(), IncomingHandoff.receive
+
+    async def slow(self: IncomingHandoff, frame: Any) -> None:
+        await gate.wait()
+        await receive(self, frame)
+
+    monkeypatch.setattr(IncomingHandoff, "receive", slow)
+    _, reservation = call = await pair.client.reserve(random_prompt(80), sampling_pb())
+    sender = by_hand(pair.prefill, reservation, 20)
+
+    async def send_all() -> None:
+        for position in range(20):
+            await sender.send(whole_block(position))
+        await sender.commit(FIRST)
+
+    sending = asyncio.create_task(send_all())
+    await until(lambda: sender._link and sender._next == sender._link.depth)
+    await asyncio.sleep(0.05)  # time in which more could be written
+    assert sender._link and sender._next == sender._link.depth <= 4
+    gate.set()
+    await sending
+    assert pair.decode.status.activity.transfers.blocks == 20
+    call[0].cancel()
+    await pair.settle()

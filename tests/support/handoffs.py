@@ -1,0 +1,70 @@
+"""Hand-offs made by hand: the real sender over any transport, told to misbehave on request."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.sequence import SampledToken, Sequence
+from baton.engine.transfer.base import FirstToken
+from baton.engine.transfer.payload import SequenceReader
+from baton.engine.transfer.plan import FramePlan
+from baton.v1 import common_pb2
+from prefill_service.push import PushSender
+from tests.support.tiny import RunningWorker
+
+FIRST = (FirstToken(0, SampledToken(7), 0),)
+LAYERS = 2
+
+
+class FlippingReader(SequenceReader):
+    """Changes a byte of one frame after its checksum was made."""
+
+    flip_at = -1
+
+    def read(self, plan: FramePlan, out: Tensor) -> int | None:
+        checksum = super().read(plan, out)
+        if plan.positions[0] == self.flip_at:
+            out[5] ^= 1
+        return checksum
+
+
+class FaultySender(PushSender):
+    """Lies about one frame in its header: `lie` maps (sequence, plan) to what is said."""
+
+    lie: Callable[[int, FramePlan], tuple[int, FramePlan]] | None = None
+
+    async def _message(self, frame: Any, shipment: Any) -> Any:
+        if self.lie is not None:
+            sequence, plan = self.lie(frame.sequence, frame.plan)
+            frame = replace(frame, sequence=sequence, plan=plan)
+        return await super()._message(frame, shipment)
+
+
+def by_hand(
+    prefill: RunningWorker, reservation: common_pb2.Reservation, num_blocks: int, flip_at: int = -1
+) -> FaultySender:
+    """A sender of `num_blocks` blocks of noise from the prefill worker's pool."""
+    cache, pairs = prefill.parts.cache, prefill.transfer
+    cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(3)))
+    seq = Sequence(list(range(3, 3 + 4 * num_blocks)), SamplingParams())
+    seq.block_table = list(range(num_blocks))
+    reader = FlippingReader(cache, seq)
+    reader.flip_at = flip_at
+    channel = pairs.channels.get(reservation.address)
+    return FaultySender(channel, reservation, cache.layout, reader, pairs._pair(reservation), 10.0)
+
+
+def whole_block(position: int) -> FramePlan:
+    return FramePlan(0, LAYERS, (position,))
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "the condition never came true"
+        await asyncio.sleep(0.005)
