@@ -40,7 +40,7 @@ def router(context: typer.Context) -> None:
     """Run a router: the OpenAI-compatible HTTP gateway."""
     from baton.cli.services import run_router
 
-    run_router(context.args)
+    raise typer.Exit(run_router(context.args))
 
 
 @app.command(context_settings=_PASS_THROUGH)
@@ -48,7 +48,7 @@ def prefill(context: typer.Context) -> None:
     """Run one prefill worker."""
     from baton.cli.services import run_prefill
 
-    run_prefill(context.args)
+    raise typer.Exit(run_prefill(context.args))
 
 
 @app.command(context_settings=_PASS_THROUGH)
@@ -56,7 +56,7 @@ def decode(context: typer.Context) -> None:
     """Run one decode worker."""
     from baton.cli.services import run_decode
 
-    run_decode(context.args)
+    raise typer.Exit(run_decode(context.args))
 
 
 @app.command()
@@ -76,7 +76,9 @@ def chat(
 
 @app.command()
 def status(
-    redis: Annotated[str | None, typer.Option(help="Redis of the cluster.")] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
+    ] = None,
     url: Annotated[str, typer.Option(help="A router.")] = "http://127.0.0.1:8000",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -110,10 +112,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _mount_model_commands() -> None:
-    try:
-        from baton.cli import model
-    except ImportError:
-        return
+    from baton.cli import model
 
     app.add_typer(model.app, name="model")
 

@@ -77,7 +77,8 @@ async def _run(settings: UpSettings, site: Site) -> int:
         else:
             url = settings.redis_url
             await _check_redis(url)
-        specs = plan(settings, dataclasses.replace(site, redis_url=url))
+        site = dataclasses.replace(site, redis_url=url)
+        specs = plan(settings, site)
         log = MergedLog([spec.name for spec in specs], raw=bool(settings.log_json))
         supervisor = Supervisor(specs, log.say, stop_timeout_s=settings.stop_timeout_s)
         _stop_on_signals(supervisor, log)
@@ -140,6 +141,7 @@ async def _announce_ready(settings: UpSettings, site: Site, log: MergedLog) -> N
         log.say("baton", f"Baton is ready at {url}")
         for line in sample_request(url, settings.served_model_name or site.model).splitlines():
             log.say("baton", line)
+        log.say("baton", f"baton status --redis {site.redis_url}")
         log.say("baton", f"(after {time.monotonic() - started:.1f} s; Ctrl-C stops everything)")
     else:
         log.say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")

@@ -141,7 +141,7 @@ def parse_flags(cls: type[Settings], argv: list[str], prog: str) -> dict[str, An
     """The fields given as flags, unchecked. Raises SettingsError; --help exits 0."""
     parser = _Parser(prog=prog, allow_abbrev=False, description=cls.__doc__)
     for name, field in cls.model_fields.items():
-        names, help_text = _flag_names(name, field), _help(field)
+        names, help_text = flag_names(name, field), _help(field)
         if field.annotation in (bool, bool | None):
             parser.add_argument(
                 *names, action=argparse.BooleanOptionalAction, default=None, help=help_text
@@ -152,7 +152,7 @@ def parse_flags(cls: type[Settings], argv: list[str], prog: str) -> dict[str, An
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _flag_names(name: str, field: FieldInfo) -> list[str]:
+def flag_names(name: str, field: FieldInfo) -> list[str]:
     second = _extra(field, "flag")
     return [f"--{name.replace('_', '-')}", *([second] if second else [])]
 

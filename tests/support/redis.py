@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
 
+T = TypeVar("T")
 LAYOUT = KVLayout("f" * 16, 2, 1, 8, 16, "float32")
 
 
@@ -36,3 +38,9 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
             raise TimeoutError(f"not within {timeout_s} s")
         await asyncio.sleep(0.02)
     return time.monotonic() - started
+
+
+async def within(timeout_s: float, awaited: Awaitable[T]) -> T:
+    """The result, or TimeoutError after the deadline."""
+    async with asyncio.timeout(timeout_s):
+        return await awaited
