@@ -1,0 +1,175 @@
+"""`baton up` as a process: ready, signals, deaths, and nothing left running.
+
+The children are the real router and workers on the default model, so these are slow tests.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.model]
+QUICK = ["--dtype=bfloat16", "--num-blocks=128", "--max-model-len=512"]
+QUESTION = {
+    "model": "smollm2",
+    "temperature": 0,
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+}
+
+
+class Cluster:
+    """One `baton up` and what it wrote."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"Baton is ready at (\S+)", self.log)
+        return found[1] if found else ""
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {timeout_s} s:\n{self.log}")
+            time.sleep(0.05)
+
+    def wait_ready(self) -> None:
+        self.wait(lambda: self.url or self.process.poll() is not None)
+        assert self.url, self.log
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, word: str) -> psutil.Process:
+        return next(child for child in self.family() if word in " ".join(child.cmdline()))
+
+    def ask(self) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/chat/completions", json=QUESTION, timeout=60)
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, *flags: str, command: list[str] | None = None) -> Iterator[Cluster]:
+    path = tmp_path / "log"
+    argv = command or [sys.executable, "-c", "from baton.cli.main import main; main()", "up"]
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            [*argv, "--port=0", *QUICK, *flags], stdout=log, stderr=subprocess.STDOUT
+        )
+    cluster, family = Cluster(process, path), []
+    try:
+        yield cluster
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = cluster.family()
+    finally:
+        process.kill()
+        process.wait()
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def assert_gone(family: list[psutil.Process], timeout_s: float = 5) -> None:
+    _, alive = psutil.wait_procs(family, timeout_s)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_answers_and_a_signal_ends_everything_in_order(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started(tmp_path) as cluster:
+        cluster.wait_ready()
+        answer = cluster.ask()
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"]["content"]
+        family = cluster.family()
+        assert len(family) == 4  # Redis, the router and two workers
+        cluster.process.send_signal(number)
+        assert cluster.process.wait(20) == 0
+        assert_gone(family)
+        assert "killing" not in cluster.log
+        assert "curl http" in cluster.log and "baton status --redis" in cluster.log
+
+
+def test_sigint_works_where_it_was_inherited_as_ignored(tmp_path: Path) -> None:
+    """As in a background job of a script."""
+    up = f"exec {sys.executable} -c 'from baton.cli.main import main; main()' up \"$@\""
+    command = ["sh", "-c", f"trap '' INT; {up}", "sh"]
+    with started(tmp_path, command=command) as cluster:
+        cluster.wait_ready()
+        family = cluster.family()
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(20) == 0
+        assert_gone(family)
+
+
+def test_nothing_outlives_a_killed_baton_up(tmp_path: Path) -> None:
+    with started(tmp_path) as cluster:
+        cluster.wait_ready()
+        family = cluster.family()
+        cluster.process.kill()
+        assert_gone(family)
+
+
+def test_nothing_outlives_a_baton_up_killed_while_it_starts(tmp_path: Path) -> None:
+    with started(tmp_path) as cluster:
+        cluster.wait(lambda: "starting" in cluster.log and len(cluster.family()) >= 3)
+        family = cluster.family()
+        cluster.process.kill()
+        assert_gone(family)
+
+
+def test_a_killed_worker_and_a_killed_redis_come_back_and_requests_are_served(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path) as cluster:
+        cluster.wait_ready()
+        cluster.child("decode_service").kill()
+        cluster.child("redis-server").kill()
+        cluster.wait(lambda: "decode-0 was killed by SIGKILL; starting it again" in cluster.log)
+        cluster.wait(lambda: "redis ended; starting it again" in cluster.log)
+        cluster.wait(lambda: cluster.log.count("ready role=decode") == 2)
+        cluster.wait(lambda: cluster.ask().status_code == 200, timeout_s=20)
+
+
+def test_too_little_memory_for_the_pool_is_a_sentence_and_no_endless_restart(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, "--num-blocks=2000000000") as cluster:
+        assert cluster.process.wait(60) == 1
+        assert "cannot start: " in cluster.log and "too little memory" in cluster.log
+        assert "Traceback" not in cluster.log and "starting it again" not in cluster.log
+
+
+def test_an_outside_redis_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with started(tmp_path, "--redis=redis://127.0.0.1:1/0") as cluster:
+        assert cluster.process.wait(30) == 1
+        assert "Cannot reach the Redis of --redis redis://127.0.0.1:1/0" in cluster.log
+
+
+def test_workers_share_the_cores(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out")
+    with started(tmp_path) as cluster:
+        cluster.wait_ready()
+        prefill = set(cluster.child("prefill_service").cpu_affinity())
+        decode = set(cluster.child("decode_service").cpu_affinity())
+        assert prefill.isdisjoint(decode) and prefill | decode == set(cores)
