@@ -37,6 +37,7 @@ from tests.support.answers import Answer, gather_events, whole_answer
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+ORDINARY = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
 START_TIMEOUT_S = 30.0
 SETTLE_TIMEOUT_S = 10.0
 
@@ -86,6 +87,7 @@ class Cluster:
     redis_url: str
     worker_values: dict[str, Any]
     port: int = 0
+    usual: str = ""
     prefills: list[ClusterWorker] = field(default_factory=list)
     decodes: list[ClusterWorker] = field(default_factory=list)
 
@@ -95,7 +97,9 @@ class Cluster:
     # --- requests ---------------------------------------------------------------------------
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        return await self.client.post(path, json=body)
+        response = await self.client.post(path, json=body)
+        assert "Traceback (most recent call last)" not in response.text
+        return response
 
     async def ask(self, path: str, *, stream: bool = False, **body: Any) -> Answer:
         """The answer to a good request, whichever way it comes."""
@@ -108,6 +112,17 @@ class Cluster:
             assert response.status_code == 200, await response.aread()
             return await gather_events(response)
 
+    async def learn_the_usual(self) -> None:
+        self.usual = (await self.ask(COMPLETIONS, **ORDINARY)).text
+
+    async def assert_unharmed(self) -> None:
+        """Every worker lives and is at its baseline; an ordinary request is served as ever."""
+        assert not any(worker.task.done() for worker in self.workers)
+        await self.settle()
+        await self.wait_for_workers()
+        assert (await self.ask(COMPLETIONS, **ORDINARY)).text == self.usual
+        await self.settle()
+
     # --- workers ----------------------------------------------------------------------------
 
     @property
@@ -117,7 +132,7 @@ class Cluster:
     async def add_prefill(self, **values: Any) -> ClusterWorker:
         name = f"prefill-{len(self.prefills)}"
         settings = PrefillSettings.build(**self._values(name, values))
-        parts = _boot(settings, PrefillScheduler)
+        parts = self._boot(settings, PrefillScheduler)
         signals = StopSignals()
         self.prefills.append(
             _run(settings, parts, signals, serve_prefill(settings, parts, signals))
@@ -127,7 +142,7 @@ class Cluster:
     async def add_decode(self, **values: Any) -> ClusterWorker:
         name = f"decode-{len(self.decodes)}"
         settings = DecodeSettings.build(**self._values(name, values))
-        parts = _boot(settings, DecodeScheduler)
+        parts = self._boot(settings, DecodeScheduler)
         signals = StopSignals()
         self.decodes.append(_run(settings, parts, signals, serve_decode(settings, parts, signals)))
         return self.decodes[-1]
@@ -135,6 +150,13 @@ class Cluster:
     def _values(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         own = {"worker_id": name, "redis_url": self.redis_url, "model": self.model.name}
         return {**own, **self.worker_values, **values}
+
+    def _boot(self, settings: WorkerSettings, scheduler_type: type) -> Parts[Any]:
+        with (
+            mock.patch("baton.worker.boot.load_model", shared_weights),
+            mock.patch("baton.worker.boot.resolve", lambda *_, **__: self.model),
+        ):
+            return boot(settings, scheduler_type)
 
     # --- books ------------------------------------------------------------------------------
 
@@ -186,11 +208,6 @@ class Cluster:
                 await directory.wait_changed(0.2)
 
 
-def _boot(settings: WorkerSettings, scheduler_type: type) -> Parts[Any]:
-    with mock.patch("baton.worker.boot.load_model", shared_weights):
-        return boot(settings, scheduler_type)
-
-
 def _run(
     settings: WorkerSettings, parts: Parts[Any], signals: StopSignals, serving: Awaitable[None]
 ) -> ClusterWorker:
@@ -200,7 +217,7 @@ def _run(
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    model: str = "smollm2",
+    model: str | StoredModel = "smollm2",
     prefills: int = 1,
     decodes: int = 1,
     *,
@@ -210,7 +227,7 @@ async def running_cluster(
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
     """Keyword arguments are worker settings; `prefill` and `decode` are those of one role."""
-    stored = resolve(model, progress=False)
+    stored = resolve(model, progress=False) if isinstance(model, str) else model
     redis = EmbeddedRedis()
     url = await redis.start()
     values = {"dtype": "float32", "chunk_size": 64, "num_blocks": 256, "threads": 1, **worker}
