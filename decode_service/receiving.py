@@ -88,8 +88,8 @@ class Receiving:
             await self._handoff.commit(_commit_from_pb(item))
         finally:
             reading.cancel()
-            await asyncio.wait({reading})
-            self._forget_rest()
+            # Not awaited: a second cancellation could get in between.
+            reading.add_done_callback(lambda _: self._forget_rest())
 
     async def _read(self) -> None:
         try:

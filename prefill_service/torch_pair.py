@@ -30,16 +30,20 @@ class TorchPair:
         self._host = address.rpartition(":")[0].strip("[]")
         self._backend = next((b for b in backends(device) if b in offered), "")
         self._timeout_s = timeout_s
-        self._joining = asyncio.Lock()
+        self._joining: asyncio.Task[None] | None = None
         self._lives: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
 
     async def link(self) -> TorchLink:
         """Raises TransportFailed."""
-        async with self._joining:
-            if self.group is None or self.group.ended.is_set():
+        if self.group is None or self.group.ended.is_set():
+            if self._joining is None:
                 self.close()
-                self.group = await self._join()
+                self._joining = asyncio.create_task(self._join())
+            # Not cancelled with the hand-off that asked first: others will want the group.
+            await asyncio.shield(self._joining)
+        if self.group is None:
+            raise TransportFailed("the group has ended")
         return TorchLink(self.group, self._timeout_s)
 
     def retire(self) -> None:
@@ -50,11 +54,21 @@ class TorchPair:
             asyncio.get_running_loop().call_later(2 * self._timeout_s, group.close)
 
     def close(self) -> None:
-        if self._life is not None:
-            self._life.cancel()
+        for task in (self._life, self._joining):
+            if task is not None:
+                task.cancel()
         self.group = self._life = None
 
-    async def _join(self) -> PairGroup:
+    async def _join(self) -> None:
+        try:
+            call, self.group = await self._new_group()
+            self._life = asyncio.create_task(_live(call, self.group))
+            self._lives.add(self._life)
+            self._life.add_done_callback(self._lives.discard)
+        finally:
+            self._joining = None
+
+    async def _new_group(self) -> tuple[grpc.aio.UnaryStreamCall, PairGroup]:
         request = kv_pb2.JoinRequest(backend=self._backend, max_bytes=DEFAULT_FRAME_BYTES)
         call = self._stub.Join(request)
         try:
@@ -62,19 +76,14 @@ class TorchPair:
                 answer = await call.read()
             if answer is grpc.aio.EOF:
                 raise TransportFailed("decode ended the call to join")
-            group = await self._connect(answer)
-        except TimeoutError:
+            return call, await self._connect(answer)
+        except BaseException as error:
             call.cancel()
-            raise TransportFailed(f"no answer to join for {self._timeout_s} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise TransportFailed(f"join: {error.details()}") from error
-        except BaseException:
-            call.cancel()
+            if isinstance(error, TimeoutError):
+                raise TransportFailed(f"no answer to join for {self._timeout_s} s") from None
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise TransportFailed(f"join: {error.details()}") from error
             raise
-        self._life = asyncio.create_task(_live(call, group))
-        self._lives.add(self._life)
-        self._life.add_done_callback(self._lives.discard)
-        return group
 
     async def _connect(self, answer: kv_pb2.JoinResponse) -> PairGroup:
         port = answer.store_port

@@ -126,15 +126,19 @@ class PrefillWorker:
             yield None
             return
         handoff = Handoff(job.open_sender(seq), self._layout, seq, job.held_blocks)
-        transfers = self._activity.transfers
-        transfers.in_flight += 1
+        self._activity.transfers.in_flight += 1
         try:
             yield handoff
         finally:
-            await handoff.stop()
-            transfers.in_flight -= 1
-            transfers.handoffs += handoff.committed
-            failed = handoff.sender.num_frames > 0 and not handoff.committed
-            transfers.handoffs_failed += failed
-            transfers.blocks += handoff.blocks_sent
-            transfers.bytes += handoff.sender.bytes_sent
+            try:
+                await handoff.stop()
+            finally:  # also when a second cancellation meets the first one's cleaning up
+                self._count(handoff)
+
+    def _count(self, handoff: Handoff) -> None:
+        transfers, sender = self._activity.transfers, handoff.sender
+        transfers.in_flight -= 1
+        transfers.handoffs += handoff.committed
+        transfers.handoffs_failed += sender.num_frames > 0 and not handoff.committed
+        transfers.blocks += handoff.blocks_sent
+        transfers.bytes += sender.bytes_sent

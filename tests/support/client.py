@@ -1,5 +1,6 @@
 """What the conductor does, without router or retries: one request over two workers."""
 
+import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,11 @@ class PairClient:
             continuation=continuation,
         )
         call = self.decode.Generate(request, timeout=60)
-        event = await anext(aiter(call))
+        try:
+            event = await anext(aiter(call))
+        except asyncio.CancelledError:
+            call.cancel()  # gRPC does not when the call has only just begun
+            raise
         return call, event.reserved.reservation
 
     async def serve(
@@ -95,7 +100,9 @@ class PairClient:
         )
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
-            async for event in self.prefill.Prefill(request, timeout=60):
+            prefill = self.prefill.Prefill(request, timeout=60)
+            stack.callback(prefill.cancel)
+            async for event in prefill:
                 if event.HasField("started"):
                     served.started = event.started
                 elif event.HasField("first_tokens"):

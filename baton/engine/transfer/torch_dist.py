@@ -81,14 +81,15 @@ class PairGroup:
 
     @staticmethod
     async def open(
-        store: dist.Store, name: str, rank: int, backend: str, max_bytes: int,
+        store: Any, name: str, rank: int, backend: str, max_bytes: int,
         host: str, timeout_s: float,
     ) -> "PairGroup":  # fmt: skip
         """Waits for the other side. Raises TransportFailed."""
         timeout = timedelta(seconds=timeout_s)
 
         def connect() -> Any:
-            prefixed = dist.PrefixStore(name, store)
+            # A connection of its own: a wait on it holds up nobody else.
+            prefixed = dist.PrefixStore(name, store.clone())
             prefixed.set_timeout(timeout)
             return _GROUPS[backend](prefixed, rank, timeout, host)
 
