@@ -74,8 +74,8 @@ class Sender:
             prompt_token_ids=prompt,
             sampling=common_pb2.SamplingParams(top_p=1, repetition_penalty=1, n=1, max_tokens=2),
         )
-        call = decode.Generate(request)
-        reservation = (await call.read()).reserved.reservation
+        events = aiter(decode.Generate(request))
+        reservation = (await anext(events)).reserved.reservation
         seq = Sequence(prompt, SamplingParams())
         seq.block_table = list(range(num_blocks))
         sender = self.pairs[transport, checksum].sender(reservation, seq)
@@ -91,7 +91,7 @@ class Sender:
         await sender.commit(FIRST)
         seconds = time.perf_counter() - start
         await sender.abort()
-        async for _ in call:  # to its end, so that the blocks are free for the next one
+        async for _ in events:  # to its end, so that the blocks are free for the next one
             continue
         expected = "torch:gloo" if transport == "gloo" else transport
         if sender.transport != expected:
