@@ -7,6 +7,7 @@ written again while a hand-off that still reads it can be committed.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -92,6 +93,7 @@ class PushSender:
         self._frames: dict[int, _Frame] = {}
         self._next = 0
         """Frame to write next; smaller than `num_frames` after a transport has failed."""
+        self._writing: asyncio.Task[None] | None = None
         self._committed = False
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
@@ -110,6 +112,7 @@ class PushSender:
             num_frames=self.num_frames,
             first_tokens=[first_token_to_pb(first) for first in first_tokens],
         )
+        await self._written(call)
         await self._in_time(call.write(kv_pb2.KVFrame(commit=message)), call)
         await self._in_time(call.done_writing(), call)
         while not self._committed:
@@ -152,11 +155,19 @@ class PushSender:
             frame.release()  # the link failed meanwhile: another frame is next
             return
         wire = await self._message(frame, shipment)
-        await self._in_time(call.write(wire), call)
-        if self._next == frame.sequence:
-            self._next += 1
+        await self._written(call)  # the frame before; this one is written while the next is loaded
+        if self._next != frame.sequence or link is not self._link:
+            frame.release()
+            return
+        self._next += 1
         self.transport = link.name
-        frame.delivery = asyncio.create_task(_deliver(shipment))
+        self._writing = asyncio.create_task(call.write(wire))
+        frame.delivery = asyncio.create_task(_deliver(self._writing, shipment))
+
+    async def _written(self, call: grpc.aio.StreamStreamCall) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await self._in_time(asyncio.shield(writing), call)
 
     async def _message(self, frame: _Frame, shipment: Shipment) -> kv_pb2.KVFrame | bytes:
         arguments = (frame.sequence, frame.plan, shipment.carrier, shipment.checksum)
@@ -230,8 +241,8 @@ class PushSender:
         raise _ERRORS.get(code, HandoffLost)(f"{self._destination.address}: {details or code.name}")
 
 
-async def _deliver(shipment: Shipment) -> None:
-    try:
+async def _deliver(writing: "asyncio.Task[None]", shipment: Shipment) -> None:
+    """Once the header is written. A failure is told to the sender by the call or by decode."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TransportFailed):
+        await asyncio.shield(writing)
         await shipment.deliver()
-    except TransportFailed:
-        return  # decode notices too, and says so on the control stream

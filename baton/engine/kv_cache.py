@@ -18,6 +18,9 @@ from baton.engine.kv_layout import KVLayout
 
 __all__ = ["KVCache", "KVLayout"]
 
+# Runs of blocks are copied as such from here on; shorter ones cost more calls than they save.
+_MIN_RUN_BYTES = 64 << 10
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -80,7 +83,13 @@ class KVCache:
             planes = self._table.view(-1, self.num_blocks, self._table.shape[1])
             target = planes[2 * layer_start : 2 * (layer_start + layer_count)]
             source = tensor.reshape(2 * layer_count, len(block_ids), -1)
-            target.view(self._word).index_copy_(1, self._ids(block_ids), source.view(self._word))
+            ids, runs = self._ids(block_ids), _runs(block_ids)
+            if tensor.nbytes < len(runs) * _MIN_RUN_BYTES:
+                target.view(self._word).index_copy_(1, ids, source.view(self._word))
+                return
+            for start, end in runs:
+                first = block_ids[start]
+                target[:, first : first + end - start].copy_(source[:, start:end])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer. No target is also a source."""
@@ -104,6 +113,12 @@ class KVCache:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise ValueError(f"block ids must be in [0, {self.num_blocks}): {list(block_ids)}")
         return torch.tensor(block_ids, dtype=torch.int64, device=self.data.device)
+
+
+def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Longest ranges [start, end) of the list in which each id is one more than the last."""
+    breaks = [i for i in range(1, len(block_ids)) if block_ids[i] != block_ids[i - 1] + 1]
+    return list(zip([0, *breaks], [*breaks, len(block_ids)], strict=True))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
