@@ -17,6 +17,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.ops.activation import silu_and_mul
 from baton.engine.ops.attention import AttentionBatch, paged_attention, write_kv
 from baton.engine.ops.linear import LinearWeight
+from baton.engine.ops.logits import sharpen_
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.rope import apply_rope_
 
@@ -69,8 +70,11 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, source: TensorSource) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, source: TensorSource, dtype: torch.dtype
+    ) -> None:
         prefix, hidden = f"model.layers.{layer}", (config.hidden_size,)
+        self.dtype = dtype
         self.input_norm = source(f"{prefix}.input_layernorm.weight", hidden).float()
         self.post_norm = source(f"{prefix}.post_attention_layernorm.weight", hidden).float()
         self.attention = Attention(config, layer, source)
@@ -85,14 +89,15 @@ class DecoderLayer:
         batch: AttentionBatch,
         rows: Tensor | None,
     ) -> Tensor:
-        """Adds this layer to the residual stream `x`. With `rows`, only those go on."""
-        attended = self.attention(rms_norm(x, self.input_norm, self.eps), rope, cache, batch)
+        """Adds this layer to the float32 residual stream `x`. With `rows`, only those go on."""
+        normed = rms_norm(x, self.input_norm, self.eps, self.dtype)
+        attended = self.attention(normed, rope, cache, batch)
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
             if not rows.shape[0]:
                 return x
         x = x.add_(self.attention.out(attended))
-        return x.add_(self.mlp(rms_norm(x, self.post_norm, self.eps)))
+        return x.add_(self.mlp(rms_norm(x, self.post_norm, self.eps, self.dtype)))
 
 
 class DecoderModel:
@@ -102,11 +107,14 @@ class DecoderModel:
         self.embedding = source("model.embed_tokens.weight", vocab)
         self.dtype = self.embedding.dtype
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
-        self.layers = [DecoderLayer(config, i, source) for i in range(config.num_layers)]
+        self.layers = [
+            DecoderLayer(config, i, source, self.dtype) for i in range(config.num_layers)
+        ]
         self.final_norm = source("model.norm.weight", (config.hidden_size,)).float()
         self.eps = torch.tensor(config.rms_norm_eps)
         tied = config.tie_word_embeddings
-        self.head = LinearWeight(self.embedding if tied else source("lm_head.weight", vocab))
+        self.head_rows = self.embedding if tied else source("lm_head.weight", vocab)
+        self.head = LinearWeight(self.head_rows)
 
     def forward(
         self,
@@ -116,9 +124,12 @@ class DecoderModel:
         batch: AttentionBatch,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (n or len(rows), hidden) of flat token ids; writes their KV. `rows`, in
-        the order wanted, are the tokens whose result is needed: the last layer does no other."""
-        x = F.embedding(token_ids, self.embedding)
+        """float32 hidden states (n or len(rows), hidden) of flat token ids; writes their KV.
+
+        The residual stream is float32 whatever the model's dtype: sums over many layers in
+        bfloat16 would move near-ties. `rows`, in the order wanted, are the tokens whose result
+        is needed: the last layer does no other."""
+        x = F.embedding(token_ids, self.embedding).float()
         rope = self.rotary(positions, self.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -128,7 +139,11 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (n, vocab) of hidden states."""
-        return self.head(rms_norm(hidden, self.final_norm, self.eps)).float()
+        normed = rms_norm(hidden, self.final_norm, self.eps)
+        logits = self.head(normed.to(self.dtype)).float()
+        if self.dtype is not torch.float32:
+            sharpen_(logits, normed, self.head_rows)
+        return logits
 
 
 def fused_linear(
