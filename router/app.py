@@ -92,6 +92,11 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
         }
         return _json(content, 503, {"retry-after": "1"})
 
+    @app.get("/workers")
+    async def workers() -> Response:
+        """The live workers as this router sees them; `baton status` reads it."""
+        return _json({"workers": gateway.directory.snapshot()})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         content, content_type = gateway.metrics.render()

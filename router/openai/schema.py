@@ -51,7 +51,7 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "length_penalty": (1, 0),
+    "length_penalty": (1, 1.0, 0, 0.0),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from router.text.template import ChatTemplate
-from router.text.tokenizer import Tokenizer, UnsupportedTokenizer
+from router.text.template import ChatTemplate, TemplateError
+from router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class TextModel:
 
     def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.template is None:
-            raise UnsupportedTokenizer("this model has no chat template: use /v1/completions")
+            raise TemplateError("this model has no chat template; use /v1/completions")
         return self.tokenizer.encode(self.template.render(messages), False)
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
