@@ -60,6 +60,7 @@ proto: setup ## Generate baton/v1 from proto/
 bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/engine.py $(ARGS)
 	@$(BIN)/python bench/handoff.py $(ARGS)
+	@$(BIN)/python bench/transfer.py $(ARGS)
 
 chaos: setup ## Run the slow tests: kills, restarts, long runs
 	@$(BIN)/pytest -m slow -q $(ARGS)

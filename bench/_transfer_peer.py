@@ -81,22 +81,33 @@ async def _decode(ready: Any) -> None:
     )
     blocks = BlockManager(320, 16, enable_prefix_cache=False)
     scheduler = DecodeScheduler(config, blocks)
-    engine = AsyncEngine(Engine(scheduler, blocks, _NoModel(), Sampler(config.eos_token_ids)))
-    worker, inbox = DecodeWorker(engine, cache, Activity(), 30.0), Inbox(settings)
+    engine = Engine(scheduler, blocks, _NoModel(), Sampler(config.eos_token_ids))
+    address, server = await serve_decode(settings, engine, cache, VOCAB)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ready.send((address, store.port))
+    group = await asyncio.to_thread(_gloo, store, 1, timedelta(seconds=60), "127.0.0.1")
+    await asyncio.to_thread(_serve_raw_gloo, group)
+    await server.stop(0)
+
+
+async def serve_decode(
+    settings: DecodeSettings, engine: Engine, cache: KVCache, vocab_size: int
+) -> tuple[str, grpc.aio.Server]:
+    """Starts the decode service around an engine, without a registry; it runs while the server
+    is kept."""
+    running = AsyncEngine(engine)
+    worker, inbox = DecodeWorker(running, cache, Activity(), 30.0), Inbox(settings)
     status = SimpleNamespace(incarnation="bench", address="")
-    decode = DecodeServicer(worker, status, VOCAB, inbox)  # type: ignore[arg-type]
+    decode = DecodeServicer(worker, status, vocab_size, inbox)  # type: ignore[arg-type]
     transfer = KVTransferServicer(worker, inbox, cache.layout, "bench", 30.0)
     add_decode = partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode)
     server, port = await make_server(
         [add_decode, transfer.add_to, _add_raw_grpc], "127.0.0.1:0", []
     )
     status.address = f"127.0.0.1:{port}"
-    engine.start()
+    running.start()
     await server.start()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ready.send((status.address, store.port))
-    group = await asyncio.to_thread(_gloo, store, 1, timedelta(seconds=60), "127.0.0.1")
-    await asyncio.to_thread(_serve_raw_gloo, group)
+    return status.address, server
 
 
 def _serve_raw_gloo(group: Any) -> None:
@@ -140,6 +151,7 @@ def running_peer() -> Iterator[Peer]:
     mine, theirs = context.Pipe()
     process = context.Process(target=_decode_process, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()
     try:
         address, port = mine.recv()
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
