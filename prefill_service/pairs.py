@@ -27,7 +27,7 @@ from prefill_service.torch_pair import TorchPair
 log = logging.getLogger(__name__)
 
 _MAX_PAIRS = 256
-_INLINE_FRAMES = 16
+_INLINE_FRAMES = 8
 
 
 class Pairs:

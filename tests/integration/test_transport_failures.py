@@ -107,7 +107,7 @@ async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) 
                 used.append(transport_of(served))
         assert used == ["torch:gloo", "grpc"]
         resources = decode.status.activity.transfers.resources()
-        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * (4 << 20)
+        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * (8 << 20)
         await first.transfer.close()
         await until(lambda: len(decode.transfer.groups) == 0)
 

@@ -178,7 +178,7 @@ async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
     sending = asyncio.create_task(send_all())
     await until(lambda: sender._link and sender._next == sender._link.depth)
     await asyncio.sleep(0.05)  # time in which more could be written
-    assert sender._link and sender._next == sender._link.depth <= 4
+    assert sender._link and sender._next == sender._link.depth <= 3
     gate.set()
     await sending
     assert pair.decode.status.activity.transfers.blocks == 20

@@ -29,7 +29,7 @@ class Pair:
         await self.prefill.wait_idle()
         await self.decode.wait_idle()
         pairs, inbox = self.prefill.transfer, self.decode.transfer
-        await until(lambda: pairs.inline._in_flight._value == 16)
+        await until(lambda: pairs.inline._in_flight._value == 8)
         await until(lambda: pairs._slots is None or pairs._slots.num_free == 8)
         groups = [p.torch.group for p in pairs._pairs.values() if p.torch.group]
         for group in [*groups, *inbox.groups._connected()]:

@@ -13,7 +13,7 @@ class InlineLink:
 
     name = "grpc"
     frame_bytes = DEFAULT_FRAME_BYTES
-    depth = 4
+    depth = 3
 
     def __init__(self, in_flight: asyncio.Semaphore, timeout_s: float) -> None:
         self._in_flight = in_flight

@@ -8,7 +8,7 @@ Every (layer, block) asked for is in exactly one frame.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-DEFAULT_FRAME_BYTES = 4 << 20
+DEFAULT_FRAME_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
