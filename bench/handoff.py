@@ -10,19 +10,13 @@ requests.
 
 import json
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import httpx
 import psutil
 import torch
+from _cluster import Cluster, running_cluster
 from _common import Report, parser, timed
 
 from baton.engine.llm import LLM
@@ -30,56 +24,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.store import resolve
 
 PROMPT_TOKENS = (128, 512, 2048)
-START_DEADLINE_S = 120.0
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    client: httpx.Client
-    first_answer_s: float
-    prefill_cores: list[int]
-
-
-@contextmanager
-def cluster(model: str) -> Iterator[Cluster]:
-    """A running `baton up`; `first_answer_s` counts from its start to its first answer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "baton", "up", "--port", str(port), "--model", model]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            _wait_ready(client, process)
-            client.post("/v1/completions", json=body([1, 2, 3], max_tokens=2)).raise_for_status()
-            seconds = time.perf_counter() - started
-            yield Cluster(client, seconds, _prefill_cores(process.pid))
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
-
-
-def _wait_ready(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise SystemExit("baton up ended early; run it by hand to see why")
-        try:
-            if client.get("/health/ready").is_success:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(0.02)
-    raise SystemExit(f"baton up was not ready within {START_DEADLINE_S} s")
-
-
-def _prefill_cores(pid: int) -> list[int]:
-    for child in psutil.Process(pid).children(recursive=True):
-        if "prefill_service" in child.cmdline():
-            return child.cpu_affinity() or []
-    raise SystemExit("no prefill worker found among the children of baton up")
 
 
 def body(prompt: list[int], max_tokens: int) -> dict[str, object]:
@@ -129,9 +74,10 @@ def main() -> None:
     args = arguments.parse_args()
     stored = resolve(args.model)
     report = Report("Hand-off: cluster against bare prefill")
-    with cluster(args.model) as running:
-        psutil.Process().cpu_affinity(running.prefill_cores)
-        torch.set_num_threads(len(running.prefill_cores))
+    with running_cluster(args.model) as running:
+        cores = running.prefill_cores()
+        psutil.Process().cpu_affinity(cores)
+        torch.set_num_threads(len(cores))
         llm = LLM(stored.path, enable_prefix_cache=False)
         for size in PROMPT_TOKENS[: 1 if args.quick else None]:
             measure(report, running, llm, size, rounds=5 if args.quick else 15)

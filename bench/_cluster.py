@@ -1,0 +1,76 @@
+"""A real `baton up` for benchmarks: child processes, a free port, a client."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`first_answer_s`: from the start of `baton up` to its first answer."""
+
+    client: httpx.Client
+    first_answer_s: float
+    pid: int
+
+    def workers(self, service: str) -> list[psutil.Process]:
+        """The processes of `prefill_service` or `decode_service`."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        return [child for child in children if service in child.cmdline()]
+
+    def prefill_cores(self) -> list[int]:
+        (worker,) = self.workers("prefill_service")
+        return worker.cpu_affinity() or []
+
+
+@contextmanager
+def running_cluster(model: str, *flags: str) -> Iterator[Cluster]:
+    """`baton up` with one prefill worker and whatever else `flags` say."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "baton", "up", "--port", str(port), "--model", model, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            _wait_ready(client, process)
+            first = {"prompt": [1, 2, 3], "max_tokens": 2}
+            client.post("/v1/completions", json=first).raise_for_status()
+            yield Cluster(client, time.perf_counter() - started, process.pid)
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
+def _wait_ready(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit("baton up ended early; run it by hand to see why")
+        try:
+            if client.get("/health/ready").is_success:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.02)
+    raise SystemExit(f"baton up was not ready within {START_DEADLINE_S} s")
