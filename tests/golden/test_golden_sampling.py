@@ -38,6 +38,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     },
     "greedy with penalties": {"temperature": 0.0, "seed": 3, "frequency_penalty": 1.5},
 }
+QUICK = ("everything", "greedy with penalties")
+CASES = [
+    pytest.param(values, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name, values in SAMPLINGS.items()
+]
 NAMES = ("fact", "python", "emoji", "chat question", "chat long turns", "65 ids")
 
 
@@ -50,7 +55,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize("sampling", CASES)
 async def test_seeded_draws_are_the_offline_ones_cold_and_warm_streamed_and_whole(
     cluster: Cluster, oracle: Oracle, prompts: list[GoldenPrompt], sampling: dict[str, Any]
 ) -> None:

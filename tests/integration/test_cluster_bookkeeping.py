@@ -24,7 +24,11 @@ POOL = 50
 IN_FLIGHT = 16
 
 
-@pytest.fixture(params=[(1, 1), (2, 2)], ids=["1P1D", "2P2D"])
+ONE_PAIR = pytest.param((1, 1), id="1P1D", marks=pytest.mark.slow)
+TWO_PAIRS = pytest.param((2, 2), id="2P2D")
+
+
+@pytest.fixture(params=[ONE_PAIR, TWO_PAIRS])
 async def cluster(request: pytest.FixtureRequest, tiny_chat: StoredModel) -> AsyncIterator[Cluster]:
     prefills, decodes = request.param
     async with running_cluster(

@@ -97,19 +97,21 @@ async def test_every_option_goes_through_the_split(
     assert answer.counts[1] >= extra.get("min_tokens", 0)
 
 
-async def assert_offline_text_of_repeated_words(cluster: Cluster, oracle: Oracle) -> None:
+async def assert_offline_text_of_repeated_words(
+    cluster: Cluster, oracle: Oracle, max_tokens: int
+) -> None:
     """A prompt that repeats itself: reading the cache at a wrong place gives other text."""
     words = oracle.tokenizer.encode("red green blue. " * 200)
     question = oracle.tokenizer.encode("\nQuestion: which colours were named above?\nAnswer:")
     prompts = []
     for length in (40 * BLOCK - 1, 40 * BLOCK, 40 * BLOCK + 1):
         prompts.append(words[: length - len(question)] + question)
-    sampling = SamplingParams(temperature=0.0, max_tokens=32)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     expected = await oracle.expected(prompts, sampling)
     for _ in range(2):
         answers = await asyncio.gather(
             *(
-                cluster.ask(COMPLETIONS, prompt=p, max_tokens=32, logprobs=0, **GREEDY)
+                cluster.ask(COMPLETIONS, prompt=p, max_tokens=max_tokens, logprobs=0, **GREEDY)
                 for p in prompts
             )
         )
@@ -120,7 +122,7 @@ async def assert_offline_text_of_repeated_words(cluster: Cluster, oracle: Oracle
 async def test_a_prompt_that_repeats_itself_continues_as_offline(
     cluster: Cluster, oracle: Oracle
 ) -> None:
-    await assert_offline_text_of_repeated_words(cluster, oracle)
+    await assert_offline_text_of_repeated_words(cluster, oracle, 12)
 
 
 @pytest.mark.slow
@@ -129,7 +131,7 @@ async def test_a_prompt_that_repeats_itself_continues_as_offline_on_every_transp
     oracle: Oracle, transport: str
 ) -> None:
     async with small_cluster(transport=transport) as cluster:
-        await assert_offline_text_of_repeated_words(cluster, oracle)
+        await assert_offline_text_of_repeated_words(cluster, oracle, 64)
 
 
 async def test_prompts_around_the_prefill_chunk_give_the_offline_text(
