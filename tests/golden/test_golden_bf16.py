@@ -93,7 +93,7 @@ async def served_tokens(cluster: Cluster, oracle: Oracle, prompt: GoldenPrompt) 
     return oracle.ids_of_shown(answer.choices[0].tokens)
 
 
-SOME = pytest.param(3, id="every third prompt")
+SOME = pytest.param(4, id="every fourth prompt")
 ALL = pytest.param(1, id="every prompt", marks=[pytest.mark.slow, pytest.mark.timeout(300)])
 
 

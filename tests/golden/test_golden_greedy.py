@@ -14,7 +14,7 @@ from tests.support.cluster import Cluster, running_cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
-MAX_TOKENS = 12
+MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
@@ -82,6 +82,7 @@ async def assert_golden(
     await cluster.settle()
 
 
+@pytest.mark.slow
 async def test_the_oracle_gives_the_same_tokens_alone_as_in_a_batch(
     oracle: Oracle, prompts: list[GoldenPrompt], expected: list[list[ExpectedChoice]]
 ) -> None:

@@ -122,7 +122,7 @@ async def assert_offline_text_of_repeated_words(
 async def test_a_prompt_that_repeats_itself_continues_as_offline(
     cluster: Cluster, oracle: Oracle
 ) -> None:
-    await assert_offline_text_of_repeated_words(cluster, oracle, 12)
+    await assert_offline_text_of_repeated_words(cluster, oracle, 8)
 
 
 @pytest.mark.slow
