@@ -118,6 +118,7 @@ async def test_alone_on_one_pair_a_sample_of_prompts_gives_the_offline_tokens(
     await assert_golden(one_pair, prompts[some], expected[some], 1, stream)
 
 
+@pytest.mark.slow
 async def test_eight_at_a_time_on_one_pair_a_quarter_of_the_prompts_give_the_offline_tokens_whole(
     one_pair: Cluster, prompts: list[GoldenPrompt], expected: list[list[ExpectedChoice]]
 ) -> None:

@@ -134,6 +134,7 @@ async def test_a_prompt_that_repeats_itself_continues_as_offline_on_every_transp
         await assert_offline_text_of_repeated_words(cluster, oracle, 64)
 
 
+@pytest.mark.slow  # the golden prompts have these lengths too
 async def test_prompts_around_the_prefill_chunk_give_the_offline_text(
     cluster: Cluster, oracle: Oracle
 ) -> None:
