@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from baton.engine.sampling_params import SamplingParams
-from tests.golden.oracle import Oracle, assert_equal
+from tests.golden.oracle import Oracle
 from tests.support.answers import Answer, events_of
 from tests.support.cluster import CHAT, COMPLETIONS, Cluster, running_cluster
 
@@ -297,13 +297,3 @@ def _tokens_until(tokens: list[bytes], stop: bytes) -> int:
         if stop in text:
             return count
     return len(tokens)
-
-
-async def test_the_oracle_and_the_cluster_agree_on_a_plain_request(
-    cluster: Cluster, oracle: Oracle
-) -> None:
-    (expected,) = await oracle.expected(
-        [oracle.tokenizer.encode(STORY)], SamplingParams(temperature=0.0, max_tokens=12)
-    )
-    body = {"prompt": STORY, "temperature": 0, "max_tokens": 12, "logprobs": 0}
-    assert_equal(await both_ways(cluster, COMPLETIONS, **body), expected)
