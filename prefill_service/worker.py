@@ -72,7 +72,7 @@ class PrefillWorker:
             self._engine.engine.add(seq)
             async with self._handoff(job, seq) as handoff:
                 step = await stream.next()
-                started = time.monotonic()
+                started = queued if seq.started_at is None else seq.started_at
                 yield Started(seq.num_cached_tokens, started - queued)
                 firsts = await self._follow(stream, step, seq, handoff)
                 first_at = time.monotonic()

@@ -7,6 +7,7 @@ only by `postprocess` (see scheduler).
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -56,6 +57,10 @@ class Engine(Generic[S]):
             batch = self.scheduler.schedule()
         if batch is None:
             return None
+        now = time.monotonic()
+        for item in batch.items:
+            if item.seq.started_at is None:
+                item.seq.started_at = now
         try:
             sampled = self._sampler.sample(self._runner.run(batch), batch)
         except Exception as error:

@@ -57,6 +57,8 @@ class Sequence:
         self.choices: tuple[int, ...] = tuple(range(sampling.n)) if choice is None else (choice,)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.started_at: float | None = None
+        """Monotonic clock of this process when its first step began; set by the engine."""
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,22 @@ async def test_a_split_request_gives_the_offline_tokens_cold_and_warm(
     assert pair.decode.status.activity.transfers.handoffs == transfers.handoffs
     assert pair.decode.parts.engine.scheduler.prefill_tokens_computed == 0, "silent re-prefill"
     await pair.settle()
+
+
+async def test_queue_and_compute_are_told_apart_also_for_a_prompt_of_one_chunk(pair: Pair) -> None:
+    """The clock once started after the first chunk: compute of a short prompt took no time."""
+    runner = pair.prefill.parts.engine._runner
+    compute = runner.run
+
+    def slowly(batch):  # type: ignore[no-untyped-def]
+        time.sleep(0.2)
+        return compute(batch)
+
+    runner.run = slowly
+    served = await pair.client.serve(random_prompt(9), sampling_pb(ignore_eos=True))
+    assert served.started and served.prefill_done
+    assert served.started.queue_s < 0.15
+    assert served.prefill_done.compute_s >= 0.2
 
 
 async def test_blocks_that_decode_holds_are_not_sent_again(pair: Pair, llm: LLM) -> None:

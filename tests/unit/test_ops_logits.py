@@ -35,6 +35,13 @@ def test_logits_far_from_the_best_stay_as_they_were() -> None:
     assert torch.allclose(after, before, atol=0.3)
 
 
+def test_a_flat_distribution_is_left_alone_instead_of_recomputed_whole() -> None:
+    """All of the vocabulary times the hidden size in float32 would be gigabytes for a batch."""
+    logits = torch.zeros(2, 1000)
+    sharpen_(logits, torch.full((2, 8), 3.0), torch.ones(1000, 8).bfloat16())
+    assert not logits.any()
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("chunk_size", [16, 32, 512])
 def test_a_bf16_answer_does_not_hang_on_how_its_prompt_was_chunked(chunk_size: int) -> None:

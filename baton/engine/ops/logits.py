@@ -9,6 +9,8 @@ from torch import Tensor
 
 _MARGIN = 2.0**-6
 """Of the largest magnitude: two steps of bfloat16 on either side."""
+_MOST = 64
+"""Candidates per row, on average; a flatter distribution has no best token to tell apart."""
 
 
 def sharpen_(logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -16,4 +18,6 @@ def sharpen_(logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
     (vocab, size)."""
     best = logits.amax(dim=-1, keepdim=True)
     rows, ids = torch.nonzero(logits >= best - best.abs() * _MARGIN, as_tuple=True)
+    if len(rows) > _MOST * len(logits):
+        return
     logits[rows, ids] = (hidden[rows] * weight[ids].float()).sum(dim=-1)
