@@ -30,8 +30,10 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """Hashes of all full blocks of `token_ids`, in order."""
+    tokens = array("I", token_ids)
+    raw, stride = tokens.tobytes(), block_size * tokens.itemsize
     hashes, parent = [], root
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = block_hash(parent, token_ids[end - block_size : end])
+    for end in range(stride, len(raw) + 1, stride):
+        parent = hashlib.blake2b(parent + raw[end - stride : end], digest_size=DIGEST_SIZE).digest()
         hashes.append(parent)
     return hashes

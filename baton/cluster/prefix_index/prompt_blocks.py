@@ -1,0 +1,45 @@
+"""The block hashes of one prompt, as the workers that would serve it compute them.
+
+Hashes depend on a worker's model and block size, so they are computed when first asked for and
+kept: all workers of a cluster usually share one chain.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from baton.block_hash import block_hashes, root_hash
+from baton.cluster.workers import KVLayout
+
+AFFINITY_TOKENS = 64
+
+
+class PromptBlocks:
+    """`cache_salt` separates the caches of tenants, as in the requests to the workers."""
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        self._token_ids = token_ids
+        self._cache_salt = cache_salt
+        self._chains: dict[tuple[str, int], list[bytes]] = {}
+
+    def hashes(self, layout: KVLayout) -> list[bytes]:
+        """Of all full blocks, in order."""
+        key = (layout.fingerprint, layout.block_size)
+        if key not in self._chains:
+            root = root_hash(layout.fingerprint, cache_salt=self._cache_salt)
+            self._chains[key] = block_hashes(root, self._token_ids, layout.block_size)
+        return self._chains[key]
+
+    def reusable_hashes(self, layout: KVLayout) -> list[bytes]:
+        """Of the blocks that a cache can save: the last token is always computed again."""
+        return self.hashes(layout)[: max(len(self._token_ids) - 1, 0) // layout.block_size]
+
+    @property
+    def affinity(self) -> bytes:
+        """Equal for prompts of one tenant that begin alike: where to send them unless something
+        better is known."""
+        digest = hashlib.blake2b(
+            self._cache_salt.encode(), digest_size=16, person=b"baton-affinity"
+        )
+        digest.update(array("I", self._token_ids[:AFFINITY_TOKENS]).tobytes())
+        return digest.digest()

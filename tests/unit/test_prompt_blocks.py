@@ -1,0 +1,77 @@
+"""Hashes of a prompt as workers compute them, matches by life, and affinity without an index."""
+
+import dataclasses
+
+from baton.block_hash import block_hash, root_hash
+from baton.cluster.prefix_index import PrefixMatches, PromptBlocks
+from baton.cluster.rendezvous import rendezvous
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.sequence import Sequence
+from tests.support.redis import LAYOUT, make_record
+
+TOKENS = list(range(100, 165))
+
+
+def test_a_prompt_has_the_hashes_that_the_engine_gives_its_blocks() -> None:
+    for salt in ("", "tenant-a"):
+        seq = Sequence(TOKENS, SamplingParams(), fingerprint=LAYOUT.fingerprint, cache_salt=salt)
+        expected = seq.full_block_hashes(LAYOUT.block_size)
+        assert PromptBlocks(TOKENS, salt).hashes(LAYOUT) == expected
+        assert len(expected) == 4
+
+
+def test_hashes_are_a_chain_over_full_blocks() -> None:
+    first, second, *_ = PromptBlocks(TOKENS).hashes(LAYOUT)
+    assert first == block_hash(root_hash(LAYOUT.fingerprint), TOKENS[:16])
+    assert second == block_hash(first, TOKENS[16:32])
+
+
+def test_each_block_size_and_model_has_its_own_chain() -> None:
+    blocks = PromptBlocks(TOKENS)
+    other_size = dataclasses.replace(LAYOUT, block_size=32)
+    other_model = dataclasses.replace(LAYOUT, fingerprint="another")
+    assert len(blocks.hashes(other_size)) == 2
+    chains = [blocks.hashes(layout) for layout in (LAYOUT, other_size, other_model)]
+    assert len({chain[0] for chain in chains}) == 3
+
+
+def test_the_block_with_the_last_token_is_not_reusable() -> None:
+    assert len(PromptBlocks(TOKENS[:64]).reusable_hashes(LAYOUT)) == 3
+    assert len(PromptBlocks(TOKENS[:65]).reusable_hashes(LAYOUT)) == 4
+    assert PromptBlocks(TOKENS[:1]).reusable_hashes(LAYOUT) == []
+    assert PromptBlocks([]).reusable_hashes(LAYOUT) == []
+
+
+def test_affinity_follows_the_beginning_of_the_prompt_and_the_tenant() -> None:
+    prompt = PromptBlocks(TOKENS).affinity
+    assert PromptBlocks([*TOKENS, 1, 2, 3]).affinity == prompt
+    assert PromptBlocks([0, *TOKENS]).affinity != prompt
+    assert PromptBlocks(TOKENS, "tenant-a").affinity != prompt
+
+
+def test_matches_count_only_for_the_life_that_published_them() -> None:
+    matches = PrefixMatches({("decode-0", "life-1"): 3}, {("decode-0", "life-1"): 5})
+    first, second = make_record("decode-0", "life-1"), make_record("decode-0", "life-2")
+    assert (matches.held_tokens(first), matches.expected_tokens(first)) == (48, 80)
+    assert (matches.held_tokens(second), matches.expected_tokens(second)) == (0, 0)
+
+
+def test_without_an_index_nothing_is_known() -> None:
+    matches = PrefixMatches.none()
+    assert not matches.available
+    assert matches.expected_tokens(make_record()) == 0
+
+
+def test_a_name_that_leaves_moves_only_its_own_keys() -> None:
+    names = [f"worker-{index}" for index in range(8)]
+    keys = [bytes([a, b]) for a in range(16) for b in range(16)]
+    before = {key: rendezvous(key, names)[0] for key in keys}
+    after = {key: rendezvous(key, names[1:])[0] for key in keys}
+    moved = {key for key in keys if before[key] != after[key]}
+    assert moved == {key for key in keys if before[key] == "worker-0"}
+    shares = [list(before.values()).count(name) for name in names]
+    assert min(shares) > 10
+
+
+def test_the_order_does_not_depend_on_the_order_of_the_names() -> None:
+    assert rendezvous(b"key", ["a", "b", "c"]) == rendezvous(b"key", ["c", "a", "b"])
