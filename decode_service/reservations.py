@@ -5,14 +5,16 @@ they are taken when the first frame arrives, so a queue at prefill does not idle
 
     reserved --open--> receiving --commit--> committed
         ^                  |                     |
-        +------abort-------+        cancel: from any state, once
+        +--abort, fence----+        cancel: from any state, once
 
 Owners: while reserved, the pinned prefix belongs to the reservation; while receiving, all
 blocks belong to the open hand-off, and only its end gives them back, so that no writer is
 ever left with blocks of somebody else; once committed they belong to the sequences.
-Each `open` must carry a generation newer than the last one: late attempts are refused.
+Each `open` must carry a generation newer than the last one: late attempts are refused, and one
+that is still open when a newer one comes is fenced: told to end, and waited for.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +25,9 @@ from baton.engine.engine import Engine
 from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import Sequence
 from baton.engine.transfer.base import FirstToken, HandoffRefused
+
+# The copy of one frame into blocks is all that a hand-off which was told to end still does.
+FENCE_S = 5.0
 
 
 class State(Enum):
@@ -47,8 +52,10 @@ class Reservation:
     on_committed: Callable[[], None] = lambda: None
     on_frame: Callable[[], None] = lambda: None
     """The sender is alive: renews the lease."""
-    on_cancelled: Callable[[], object] = lambda: None
+    end_receiving: Callable[[], object] = lambda: None
     """Set by the open hand-off: ends its receiving at once."""
+    writers_gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an open hand-off has ended without commit."""
 
 
 class Reservations:
@@ -72,8 +79,30 @@ class Reservations:
     def find(self, reservation_id: str) -> Reservation | None:
         return self._open.get(reservation_id)
 
+    async def fence(self, reservation_id: str, generation: int) -> None:
+        """Ends a hand-off of an older generation that is still open; raises HandoffRefused."""
+        reservation = self._newer(reservation_id, generation)
+        reservation.next_generation = generation
+        if reservation.state is State.RECEIVING:
+            reservation.end_receiving()
+            try:
+                async with asyncio.timeout(FENCE_S):
+                    await reservation.writers_gone.wait()
+            except TimeoutError:
+                raise HandoffRefused(f"the older attempt still writes after {FENCE_S} s") from None
+
     def open(self, reservation_id: str, generation: int) -> Reservation:
         """Takes the promised blocks for a hand-off; raises HandoffRefused."""
+        reservation = self._newer(reservation_id, generation)
+        if reservation.state is not State.RESERVED:
+            raise HandoffRefused(f"the reservation is {reservation.state.name.lower()} already")
+        self._engine.apply(lambda: self._take_blocks(reservation))
+        reservation.next_generation = generation + 1
+        reservation.state = State.RECEIVING
+        reservation.writers_gone.clear()
+        return reservation
+
+    def _newer(self, reservation_id: str, generation: int) -> Reservation:
         reservation = self._open.get(reservation_id)
         if reservation is None:
             raise HandoffRefused(f"reservation {reservation_id} is unknown or has ended")
@@ -81,11 +110,6 @@ class Reservations:
             raise HandoffRefused(
                 f"generation {generation} is late, {reservation.next_generation} is next"
             )
-        if reservation.state is not State.RESERVED:
-            raise HandoffRefused(f"the reservation is {reservation.state.name.lower()} already")
-        self._engine.apply(lambda: self._take_blocks(reservation))
-        reservation.next_generation = generation + 1
-        reservation.state = State.RECEIVING
         return reservation
 
     def abort(self, reservation: Reservation) -> None:
@@ -95,6 +119,7 @@ class Reservations:
             reservation.state = State.RESERVED
         elif reservation.state is State.CANCELLED:
             self._engine.apply(lambda: self._release(reservation))
+        reservation.writers_gone.set()
 
     def commit(self, reservation: Reservation, first_tokens: tuple[FirstToken, ...]) -> None:
         """All KV has landed: the live choices join the running batch."""
@@ -112,7 +137,7 @@ class Reservations:
         if state is State.RESERVED:
             self._engine.apply(lambda: self._drop(reservation))
         elif state is State.RECEIVING:
-            reservation.on_cancelled()
+            reservation.end_receiving()
 
     # --- under the engine's lock ------------------------------------------------------------
 

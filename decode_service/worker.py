@@ -20,7 +20,7 @@ from baton.engine.transfer.base import HandoffRefused
 from baton.worker.activity import Activity
 from baton.worker.faults import LeaseExpired
 from decode_service.incoming import IncomingHandoff
-from decode_service.reservations import Reservation, Reservations, State
+from decode_service.reservations import Reservation, Reservations
 
 
 @dataclass(frozen=True)
@@ -178,19 +178,25 @@ class DecodeWorker:
     @asynccontextmanager
     async def receive(self, reservation_id: str, generation: int) -> AsyncIterator[IncomingHandoff]:
         """One incoming hand-off; leaving without commit aborts it. Raises HandoffRefused."""
+        await self._reservations.fence(reservation_id, generation)
         reservation = self._reservations.open(reservation_id, generation)
         handoff = IncomingHandoff(self._reservations, reservation, self._cache)
-        task = asyncio.current_task()
-        if task is not None:
-            reservation.on_cancelled = task.cancel
+        task, told_to_end = asyncio.current_task(), False
+
+        def end() -> None:
+            nonlocal told_to_end
+            if task is not None and not told_to_end:
+                told_to_end = task.cancel()
+
+        reservation.end_receiving = end
         try:
             yield handoff
         except asyncio.CancelledError:
-            if reservation.state is not State.CANCELLED or task is None:
+            if task is None or not told_to_end:
                 raise
             # Our own doing: the sender gets an answer, not a call that never ends.
             task.uncancel()
-            raise HandoffRefused("the request has ended") from None
+            raise HandoffRefused("the request has ended or a newer attempt has begun") from None
         finally:
             await handoff.abort()
             transfers = self._activity.transfers

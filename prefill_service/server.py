@@ -5,7 +5,6 @@ from functools import partial
 
 import grpc
 
-from baton.engine.transfer.base import HandoffError, HandoffLost
 from baton.v1 import prefill_pb2 as pb
 from baton.v1 import prefill_pb2_grpc
 from baton.worker.faults import status_of_faults
@@ -26,14 +25,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._vocab_size = vocab_size
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
-        async with status_of_faults(context, request.request_id):
-            try:
-                async with aclosing(self._worker.prefill(self._job(request))) as events:
-                    async for event in events:
-                        await context.write(_to_pb(event))
-            except HandoffError as error:
-                # Whatever decode said, to the router it is one thing: not handed over.
-                raise HandoffLost(str(error)) from error
+        async with (
+            status_of_faults(context, request.request_id),
+            aclosing(self._worker.prefill(self._job(request))) as events,
+        ):
+            async for event in events:
+                await context.write(_to_pb(event))
 
     def _job(self, request: pb.PrefillRequest) -> PrefillJob:
         has_destination = request.HasField("destination")

@@ -29,13 +29,21 @@ class WorkerFull(Overloaded):
 
 
 class WorkerFault(WorkerUnavailable):
-    """The worker failed. `unreachable`: it is likely to fail others in the same way."""
+    """The worker failed. `unreachable`: it is likely to fail others in the same way.
+    `lost_peer`: it says that it is the other worker of the pair that cannot be reached."""
 
-    def __init__(self, worker: WorkerRecord, reason: str, unreachable: bool) -> None:
+    def __init__(
+        self, worker: WorkerRecord, reason: str, unreachable: bool, lost_peer: bool = False
+    ) -> None:
         super().__init__(f"A {worker.role} worker failed.", retry_after_s=1.0)
         self.worker = worker
         self.reason = reason
         self.unreachable = unreachable
+        self.lost_peer = lost_peer
+
+
+class WorkerContradiction(WorkerFault):
+    """What it sent does not continue what the client has: nothing of the attempt can be kept."""
 
 
 class WorkerCall:
@@ -44,20 +52,28 @@ class WorkerCall:
     def __init__(self, worker: WorkerRecord, call: Any) -> None:
         self.worker = worker
         self._call = call
+        self._ahead: asyncio.Task[Any] | None = None
 
     async def read(self) -> Any:
         """The next event, None at the end of the stream."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return await ahead
+        return await self._read()
+
+    def ahead(self) -> "asyncio.Task[Any]":
+        """The next event, on its way; `read` gives it. For whoever waits for one of two calls."""
+        if self._ahead is None:
+            self._ahead = asyncio.ensure_future(self._read())
+            self._ahead.add_done_callback(_seen)
+        return self._ahead
+
+    async def _read(self) -> Any:
         try:
             event = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._reaction(error) from error
         return None if event is grpc.aio.EOF else event
-
-    async def failure(self) -> BatonError | None:
-        """How the call has failed already, without waiting for anything."""
-        if not self._call.done() or await self._call.code() is grpc.StatusCode.OK:
-            return None
-        return self.fault(f"{await self._call.code()}: {await self._call.details()}", True)
 
     @asynccontextmanager
     async def answers_within(self, seconds: float) -> AsyncIterator[None]:
@@ -71,14 +87,26 @@ class WorkerCall:
     def cancel(self) -> None:
         self._call.cancel()
 
-    def fault(self, reason: str, unreachable: bool = False) -> WorkerFault:
+    def fault(self, reason: str, unreachable: bool = False, lost_peer: bool = False) -> WorkerFault:
         _log.warning("worker %s failed: %s", self.worker.worker_id, reason)
-        return WorkerFault(self.worker, reason, unreachable)
+        return WorkerFault(self.worker, reason, unreachable, lost_peer)
+
+    def contradiction(self, reason: str) -> WorkerFault:
+        _log.error("worker %s contradicts: %s", self.worker.worker_id, reason)
+        return WorkerContradiction(self.worker, reason, unreachable=False)
 
     def _reaction(self, error: grpc.aio.AioRpcError) -> BatonError:
         reaction = error_from_rpc(error, self.worker.worker_id)
         if isinstance(reaction, Overloaded):
             return WorkerFull(self.worker)
         if isinstance(reaction, WorkerUnavailable):
-            return self.fault(str(reaction), error.code() is grpc.StatusCode.UNAVAILABLE)
+            code = error.code()
+            unreachable = code is grpc.StatusCode.UNAVAILABLE
+            return self.fault(str(reaction), unreachable, code is grpc.StatusCode.ABORTED)
         return reaction
+
+
+def _seen(ahead: "asyncio.Task[Any]") -> None:
+    """A failure that nobody reads any more is no loose end."""
+    if not ahead.cancelled():
+        ahead.exception()

@@ -2,7 +2,8 @@
 
 Owns the order of the calls, retries and cancellation; knows neither HTTP nor text. Decode
 reserves before prefill computes; the first token comes from prefill, the rest from decode.
-Invariants: both calls of an attempt end with it, whatever happens; when a worker is lost, each
+Invariants: both calls of an attempt end with it, whatever happens; a prefill worker that is lost
+before its hand-off is committed is replaced for the same promise of room; when decode is lost, each
 choice goes on from the tokens it has given, so nothing is repeated and nothing is missing; a
 finish reason is always a worker's or a stop string's, never made up here.
 """
@@ -19,10 +20,10 @@ import grpc.aio
 from baton.cluster.errors import WorkerUnavailable
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
-from baton.cluster.workers import WorkerRecord
+from baton.cluster.workers import Role, WorkerRecord
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from router.admission import Admission, Slot
-from router.calls import WorkerCall, WorkerFault, WorkerFull
+from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFull
 from router.generation import BrokenSequence, Generation
 from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
@@ -31,6 +32,8 @@ from router.placement import NoWorker, Pair, Placement
 MAX_ATTEMPTS = 3
 # A suspect is back after a heartbeat: a request that lost its only worker waits that long.
 REVIVAL_S = 2.0
+# A hand-off fails on both sides when decode is lost; the two see it that much apart.
+BLAME_S = 1.0
 # Decode's closing statistics come with its last tokens; nobody waits longer for them.
 CLOSING_S = 1.0
 
@@ -74,8 +77,7 @@ class Conductor:
             except WorkerFull as error:
                 full.add(error.worker.worker_id)
             except WorkerFault as error:
-                leg = leg.failed(error)
-                self._give_up_or_retry(leg)
+                self._give_up_or_retry(leg, error)
                 if output.generation.num_tokens:
                     return await self._go_on(leg, output, served, slot)
 
@@ -98,9 +100,8 @@ class Conductor:
         self, leg: Leg, pair: Pair, output: Output, served: Served, slot: Slot
     ) -> None:
         decode: WorkerCall | None = None
-        prefill: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
-        with self._counted(pair, leg.sampling.n):
+        with self._counted(pair.decode, leg.sampling.n):
             try:
                 # 1) Decode promises room before any compute is spent.
                 if pair.decode is not None:
@@ -108,8 +109,9 @@ class Conductor:
                     reservation = await self._reserve(decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
                 if pair.prefill is not None:
-                    prefill = self._open_prefill(leg, pair.prefill, reservation)
-                    await self._follow_prefill(leg, prefill, decode, output, served, slot)
+                    await self._prefill(
+                        leg, pair.prefill, decode, reservation, output, served, slot
+                    )
                 else:
                     slot.accepted()
                 # 3) Decode goes on from there.
@@ -117,9 +119,8 @@ class Conductor:
                 if decode is not None and reservation is not None and open_choices:
                     await self._follow_decode(leg, decode, reservation.id, output, served)
             finally:
-                for call in (prefill, decode):
-                    if call is not None:
-                        call.cancel()
+                if decode is not None:
+                    decode.cancel()
 
     async def _reserve(self, decode: WorkerCall) -> common_pb2.Reservation:
         async with decode.answers_within(self.settings.reserve_timeout_s):
@@ -127,6 +128,54 @@ class Conductor:
         if event is None or not event.HasField("reserved"):
             raise decode.fault("the first event was not a reservation")
         return event.reserved.reservation
+
+    async def _prefill(
+        self,
+        leg: Leg,
+        worker: WorkerRecord,
+        decode: WorkerCall | None,
+        reservation: common_pb2.Reservation | None,
+        output: Output,
+        served: Served,
+        slot: Slot,
+    ) -> None:
+        """On one worker; when that is lost, on another for the same promise of room."""
+        while True:
+            prefill = self._open_prefill(leg, worker, reservation)
+            try:
+                with self._counted(worker, 1):
+                    return await self._follow_prefill(leg, prefill, decode, output, served, slot)
+            except WorkerFault as fault:
+                other = await self._another_prefill(leg, fault, decode)
+                if other is None or reservation is None:
+                    raise
+                self._give_up_or_retry(leg, fault)
+                worker = other
+                reservation.generation += 1  # what the lost one may still send is refused
+            finally:
+                prefill.cancel()
+
+    async def _another_prefill(
+        self, leg: Leg, fault: WorkerFault, decode: WorkerCall | None
+    ) -> WorkerRecord | None:
+        """Who can take over for `decode`; None when the promise is lost as well, or was used."""
+        if decode is None or fault.worker is decode.worker:
+            return None
+        if fault.lost_peer:
+            await asyncio.wait({decode.ahead()}, timeout=BLAME_S)
+        if decode.ahead().done():
+            decode.ahead().result()  # raises when it was decode that failed
+            return None
+        if isinstance(fault, WorkerContradiction):
+            return None
+        avoid = {failure.worker.worker_id for failure in (*leg.failures, fault)}
+        for record in self.workers.snapshot():
+            if record.role is Role.DECODE and record.worker_id != decode.worker.worker_id:
+                avoid.add(record.worker_id)
+        try:
+            return self._place(leg, avoid).prefill
+        except NoWorker:
+            return None
 
     async def _follow_prefill(
         self,
@@ -139,29 +188,37 @@ class Conductor:
     ) -> None:
         """Until the hand-off is committed, or every choice ended on its first token."""
         generation, answered = output.generation, False
-        try:
-            async with prefill.answers_within(self.settings.prefill_timeout_s):
-                while (event := await prefill.read()) is not None:
-                    kind = event.WhichOneof("event")
-                    if kind == "started":
-                        if not leg.output_token_ids:
-                            served.num_cached_tokens = event.started.num_cached_tokens
-                        slot.accepted()
-                    elif kind == "first_tokens":
-                        answered = True
-                        tokens = event.first_tokens.tokens
-                        await self._deliver(tokens, prefill, output, served)
-                        if self._ended_here(leg, generation, tokens):
-                            return
-                    elif kind == "done":
-                        break
-        except WorkerFault:
-            # A hand-off fails on both sides when decode dies: blame the one that is gone.
-            if decode is not None and (failure := await decode.failure()) is not None:
-                raise failure from None
-            raise
+        async with prefill.answers_within(self.settings.prefill_timeout_s):
+            while not await self._decode_began(prefill, decode) or not answered:
+                event = await prefill.read()
+                kind = event.WhichOneof("event") if event is not None else "done"
+                if kind == "started":
+                    if not leg.output_token_ids:
+                        served.num_cached_tokens = event.started.num_cached_tokens
+                    slot.accepted()
+                elif kind == "first_tokens":
+                    answered = True
+                    tokens = event.first_tokens.tokens
+                    await self._deliver(tokens, prefill, output, served, again=True)
+                    if self._ended_here(leg, generation, tokens):
+                        return
+                elif kind == "done":
+                    break
         if not answered or (decode is None and generation.unfinished(leg.choices)):
             raise prefill.fault("the stream ended without its tokens")
+
+    @staticmethod
+    async def _decode_began(prefill: WorkerCall, decode: WorkerCall | None) -> bool:
+        """Waits for the next event of either. Decode's first one proves that everything has
+        landed, whatever becomes of prefill; raises decode's fault as soon as it shows."""
+        if decode is None:
+            return False
+        ahead = {prefill.ahead(), decode.ahead()}
+        await asyncio.wait(ahead, return_when=asyncio.FIRST_COMPLETED)
+        if not decode.ahead().done():
+            return False
+        decode.ahead().result()
+        return True
 
     async def _follow_decode(
         self,
@@ -206,13 +263,16 @@ class Conductor:
         call: WorkerCall,
         output: Output,
         served: Served,
+        again: bool = False,
     ) -> None:
+        """`again`: an earlier attempt may have given some of them."""
         served.last_token_at = time.monotonic()
         served.first_token_at = served.first_token_at or served.last_token_at
         try:
-            deltas = output.generation.push(tokens)
+            fresh = output.generation.unknown(tokens) if again else tokens
+            deltas = output.generation.push(fresh)
         except BrokenSequence as error:
-            raise call.fault(str(error)) from error
+            raise call.contradiction(str(error)) from error
         if deltas:
             await output.deliver(deltas)
 
@@ -286,9 +346,10 @@ class Conductor:
         ]
         return self.placement.choose(leg.facts, candidates, self._in_flight)
 
-    def _give_up_or_retry(self, leg: Leg) -> None:
-        """Raises the last failure of a leg when it was one too many."""
-        fault, worker = leg.failures[-1], leg.failures[-1].worker
+    def _give_up_or_retry(self, leg: Leg, fault: WorkerFault) -> None:
+        """Raises the failure of a leg when it was one too many."""
+        leg.failures.append(fault)
+        worker = fault.worker
         if fault.unreachable:
             self.workers.suspect(worker.worker_id, worker.incarnation)
         if len(leg.failures) >= MAX_ATTEMPTS:
@@ -296,16 +357,15 @@ class Conductor:
         self.metrics.retries.labels(f"{worker.role}_failed").inc()
 
     @contextmanager
-    def _counted(self, pair: Pair, n: int) -> Iterator[None]:
-        """Counts the request as in flight on its workers: a choice each on decode."""
-        weights = [(pair.prefill, 1), (pair.decode, n)]
-        held = [(worker.worker_id, weight) for worker, weight in weights if worker is not None]
-        for worker_id, weight in held:
-            self._in_flight[worker_id] += weight
+    def _counted(self, worker: WorkerRecord | None, weight: int) -> Iterator[None]:
+        """Counts a request as in flight on a worker: 1 on prefill, a choice each on decode."""
+        if worker is None:
+            yield
+            return
+        self._in_flight[worker.worker_id] += weight
         try:
             yield
         finally:
-            for worker_id, weight in held:
-                self._in_flight[worker_id] -= weight
-                if not self._in_flight[worker_id]:
-                    del self._in_flight[worker_id]
+            self._in_flight[worker.worker_id] -= weight
+            if not self._in_flight[worker.worker_id]:
+                del self._in_flight[worker.worker_id]

@@ -151,6 +151,21 @@ class Generation:
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
+    def unknown(self, tokens: Iterable[common_pb2.Token]) -> list[common_pb2.Token]:
+        """Without the tokens that an earlier attempt has given. Raises BrokenSequence when one
+        of them is another token now."""
+        fresh = []
+        for token in tokens:
+            known = self.choices[token.choice].token_ids if token.choice < len(self.choices) else []
+            if token.index >= len(known):
+                fresh.append(token)
+            elif known[token.index] != token.token_id:
+                raise BrokenSequence(
+                    f"token {token.index} of choice {token.choice} is {token.token_id}, "
+                    f"and was {known[token.index]} before"
+                )
+        return fresh
+
     def push(self, tokens: Iterable[common_pb2.Token]) -> list[Delta]:
         """Deltas in the order of the tokens; tokens of ended choices are dropped."""
         deltas = []

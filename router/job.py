@@ -5,7 +5,7 @@ Plain data and two protocols; no behaviour beyond arithmetic.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.cluster.workers import WorkerRecord
@@ -49,27 +49,24 @@ class Job:
 @dataclass(frozen=True)
 class Leg:
     """The part of a job that one attempt serves: all of it, or, after a worker was lost, one
-    choice from where it stands. `failures` led up to it."""
+    choice from where it stands. `failures` led up to it, and grow with it."""
 
     job: Job
     choices: tuple[int, ...]
     sampling: common_pb2.SamplingParams
     output_token_ids: tuple[int, ...] = ()
-    failures: tuple[WorkerFault, ...] = ()
+    failures: list[WorkerFault] = field(default_factory=list)
 
     @classmethod
     def whole(cls, job: Job) -> "Leg":
         return cls(job, tuple(range(job.sampling.n)), job.sampling)
-
-    def failed(self, failure: WorkerFault) -> "Leg":
-        return replace(self, failures=(*self.failures, failure))
 
     def resumed(self, choice: int, token_ids: Sequence[int]) -> "Leg":
         """`choice` alone, after the tokens it has given."""
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(self.sampling)
         sampling.n = 1
-        return Leg(self.job, (choice,), sampling, tuple(token_ids), self.failures)
+        return Leg(self.job, (choice,), sampling, tuple(token_ids), [*self.failures])
 
     @property
     def facts(self) -> RequestFacts:

@@ -47,7 +47,8 @@ class PrefillServicer:
     def Prefill(self, request, context):
         """Runs one prompt. Cancelling the call gives back everything the worker holds for it.
         RESOURCE_EXHAUSTED: the queue is full. INVALID_ARGUMENT: the prompt can never fit.
-        UNAVAILABLE: the hand-off to decode failed; the prompt may be tried again elsewhere.
+        DATA_LOSS, FAILED_PRECONDITION: decode found the hand-off damaged, or refused it.
+        ABORTED: decode cannot be reached. After either the prompt may be tried again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -11,7 +11,6 @@ from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.scheduler import QueueFull
 from baton.engine.transfer.base import (
     HandoffDamaged,
-    HandoffError,
     HandoffLost,
     HandoffRefused,
     TransportFailed,
@@ -32,9 +31,8 @@ _STATUS: list[tuple[type[Exception], grpc.StatusCode]] = [
     (LeaseExpired, grpc.StatusCode.DEADLINE_EXCEEDED),
     (HandoffRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (HandoffDamaged, grpc.StatusCode.DATA_LOSS),
-    (HandoffLost, grpc.StatusCode.UNAVAILABLE),
+    (HandoffLost, grpc.StatusCode.ABORTED),
     (TransportFailed, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (HandoffError, grpc.StatusCode.UNAVAILABLE),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
     (EngineFailed, grpc.StatusCode.INTERNAL),
 ]

@@ -113,16 +113,115 @@ async def test_attempts_are_bounded_and_the_last_failure_is_told_in_the_stream(
         assert sum(w.counters.calls for w in gateway.cluster.decodes) == 3
 
 
-async def test_a_prefill_worker_lost_after_its_first_token_costs_nothing_but_time(
+LOST = [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL]
+
+
+@pytest.mark.parametrize("before", ["its first token", "its commit"])
+@pytest.mark.parametrize("how", LOST, ids=lambda code: code.name)
+async def test_a_lost_prefill_worker_is_replaced_for_the_same_promise_of_room(
+    model: TextModel, how: grpc.StatusCode, before: str
+) -> None:
+    """The router once gave the promise up with its prefill worker and reserved again."""
+    async with running_gateway(model, scripted(TEXT), prefills=2, decodes=2) as gateway:
+        first, second = gateway.cluster.prefills
+        first.behaviour.fail, first.behaviour.fail_at = how, int(before == "its commit")
+        events = await gateway.events(COMPLETIONS, {**LONG, "logprobs": 1})
+        assert joined(events) == (WHOLE, ["length"])
+        logprobs = [e["choices"][0]["logprobs"] or {"tokens": []} for e in events[:-1]]
+        shown = "".join("".join(entry["tokens"]) for entry in logprobs)
+        assert shown == WHOLE, "the first token was shown twice"
+        assert sum(w.counters.calls for w in gateway.cluster.decodes) == 1
+        (old,), (new,) = first.counters.requests, second.counters.requests
+        assert new.destination.id == old.destination.id
+        assert new.destination.generation == old.destination.generation + 1
+        await until(lambda: gateway.cluster.running == 0)
+
+
+async def test_without_another_prefill_worker_the_request_starts_over_with_a_new_promise(
     model: TextModel,
 ) -> None:
-    async with running_gateway(model, scripted(TEXT), prefills=2, decodes=1) as gateway:
-        first = gateway.cluster.prefills[0].behaviour
-        first.fail, first.fail_at = grpc.StatusCode.UNAVAILABLE, 1
+    async with running_gateway(model, scripted(TEXT), prefills=1, decodes=2) as gateway:
+        (prefill,) = gateway.cluster.prefills
+        prefill.behaviour.fail = grpc.StatusCode.DATA_LOSS
+        request = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(lambda: prefill.counters.calls == 1 and prefill.counters.running == 0)
+        prefill.behaviour.fail = None
+        gateway.cluster.directory.put(prefill.record)
+        assert joined(await request) == (WHOLE, ["length"])
+        assert sum(w.counters.calls for w in gateway.cluster.decodes) == 2
+
+
+async def test_replacements_of_prefill_count_as_attempts(model: TextModel) -> None:
+    async with running_gateway(model, scripted(TEXT), prefills=5) as gateway:
+        for worker in gateway.cluster.prefills:
+            worker.behaviour.fail = grpc.StatusCode.UNAVAILABLE
+        response = await gateway.post(COMPLETIONS, LONG)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "worker_failed"
+        assert sum(w.counters.calls for w in gateway.cluster.prefills) == 3
+        await until(lambda: gateway.cluster.running == 0)
+
+
+async def test_another_first_token_than_the_client_has_is_never_continued(
+    model: TextModel,
+) -> None:
+    """In bf16 two prefill workers may part at a near-tie: the promise of the one that
+    contradicts is dropped, and the answer goes on from the token that was shown."""
+    async with running_gateway(model, scripted(TEXT), prefills=3, decodes=2) as gateway:
+        first, second, _ = gateway.cluster.prefills
+        first.behaviour.fail, first.behaviour.fail_at = grpc.StatusCode.UNAVAILABLE, 1
+        second.behaviour.says = b"?"
         events = await gateway.events(COMPLETIONS, LONG)
         assert joined(events) == (WHOLE, ["length"])
-        assert [w.counters.calls for w in gateway.cluster.prefills] == [1, 1]
-        await until(lambda: gateway.cluster.decodes[0].counters.running == 0)
+        calls = [c for w in gateway.cluster.decodes for c in w.counters.requests]
+        assert [bytes(c.continuation.output_token_ids) for c in calls] == [b"", b"T"]
+
+
+async def test_decode_lost_during_prefill_is_noticed_at_once_and_not_blamed_on_prefill(
+    model: TextModel,
+) -> None:
+    """Prefill computes for long; waiting for it to notice would cost all of that time."""
+    async with running_gateway(model, scripted(TEXT), prefills=2, decodes=2) as gateway:
+        for prefill in gateway.cluster.prefills:
+            prefill.behaviour.start_s = 30.0
+        request = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(lambda: any(p.counters.running for p in gateway.cluster.prefills))
+        for prefill in gateway.cluster.prefills:
+            prefill.behaviour.start_s = 0.0
+        (busy,) = [w for w in gateway.cluster.decodes if w.counters.running]
+        await busy.kill()
+        async with asyncio.timeout(5):
+            assert joined(await request) == (WHOLE, ["length"])
+        assert gateway.cluster.directory.suspects == [busy.worker_id]
+
+
+async def test_a_prefill_that_cannot_reach_decode_is_not_blamed_for_it(model: TextModel) -> None:
+    """Prefill sees the loss of its peer a moment before the router does."""
+    async with running_gateway(model, scripted(TEXT), prefills=2, decodes=2) as gateway:
+        for prefill in gateway.cluster.prefills:
+            prefill.behaviour.fail, prefill.behaviour.fail_at = grpc.StatusCode.ABORTED, 1
+        request = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(lambda: any(p.counters.calls for p in gateway.cluster.prefills))
+        await until(lambda: not any(p.counters.running for p in gateway.cluster.prefills))
+        for prefill in gateway.cluster.prefills:
+            prefill.behaviour.fail = None
+        (busy,) = [w for w in gateway.cluster.decodes if w.counters.running]
+        await busy.kill()
+        assert joined(await request) == (WHOLE, ["length"])
+        assert gateway.cluster.directory.suspects == [busy.worker_id]
+
+
+async def test_what_decode_began_counts_even_if_prefill_never_says_that_it_is_done(
+    model: TextModel,
+) -> None:
+    """Stopped right after its commit: the answer once waited until prefill counted as lost."""
+    async with running_gateway(model, scripted(TEXT), prefills=2) as gateway:
+        gateway.cluster.prefills[0].behaviour.silent_after_commit = True
+        async with asyncio.timeout(5):
+            events = await gateway.events(COMPLETIONS, LONG)
+        assert joined(events) == (WHOLE, ["length"])
+        assert [w.counters.calls for w in gateway.cluster.prefills] == [1, 0]
+        assert gateway.cluster.directory.suspects == []
 
 
 async def test_many_streams_survive_the_same_kill(model: TextModel) -> None:

@@ -215,21 +215,6 @@ async def test_a_request_that_a_worker_rejects_is_the_clients_error(
     assert gateway.cluster.prefills[0].counters.calls == 2
 
 
-async def test_a_failed_hand_off_is_blamed_on_the_side_that_is_gone(model: TextModel) -> None:
-    async with running_gateway(model, scripted(TEXT), decodes=2) as gateway:
-        cluster = gateway.cluster
-        prefill = cluster.prefills[0]
-        prefill.behaviour.start_s = 0.2
-        request = asyncio.create_task(gateway.post(COMPLETIONS, {"prompt": "x", "max_tokens": 5}))
-        await until(lambda: prefill.counters.running == 1)
-        await cluster.decodes[0].kill()
-        prefill.behaviour.fail = grpc.StatusCode.UNAVAILABLE
-        await until(lambda: prefill.counters.running == 0)
-        prefill.behaviour.fail = None
-        assert (await request).status_code == 200
-        assert cluster.directory.suspects == ["decode-0"]
-
-
 async def test_a_silent_decode_worker_is_passed_over_in_time(model: TextModel) -> None:
     async with running_gateway(model, scripted(TEXT), decodes=2, reserve_timeout_s=0.1) as gateway:
         gateway.cluster.decodes[0].behaviour.hang = True

@@ -138,6 +138,56 @@ async def test_frames_of_a_hand_off_that_has_ended_change_no_block(pair: Pair) -
     await pair.settle()
 
 
+async def test_a_newer_attempt_fences_one_that_is_still_open(pair: Pair, llm: LLM) -> None:
+    """A stopped prefill keeps its hand-off open; its replacement was once refused for it."""
+    prompt = random_prompt(20)
+    call, reservation = await pair.client.reserve(prompt, sampling_pb(ignore_eos=True))
+    stopped = by_hand(pair.prefill, reservation, 5)
+    await stopped.send(whole_block(0))
+    await until(lambda: not stopped._frames)
+    reservation.generation = 1
+    tokens = await _finish(pair, call, prompt, reservation)
+    assert tokens == offline(llm, prompt, ignore_eos=True)[0]
+    with pytest.raises(HandoffError):
+        for position in range(1, 5):
+            await stopped.send(whole_block(position))
+        await stopped.commit(FIRST)
+    await stopped.abort()
+    counters = pair.decode.status.activity.transfers
+    assert (counters.handoffs, counters.handoffs_failed) == (1, 1)
+    await pair.settle()
+
+
+async def test_an_old_attempt_that_comes_after_the_newer_one_is_refused(
+    pair: Pair, llm: LLM
+) -> None:
+    prompt = random_prompt(20)
+    call, reservation = await pair.client.reserve(prompt, sampling_pb(ignore_eos=True))
+    bytes_before = pair.decode.status.activity.transfers.bytes
+    late = by_hand(pair.prefill, reservation, 5)
+    newer = by_hand(pair.prefill, _generation(reservation, 1), 5)
+    await newer.send(whole_block(0))
+    await until(lambda: not newer._frames)
+    with pytest.raises(HandoffError):
+        for position in range(5):
+            await late.send(whole_block(position))
+        await late.commit(FIRST)
+    for sender in (late, newer):
+        await sender.abort()
+    await until(lambda: pair.decode.status.activity.transfers.handoffs_failed == 1)
+    assert pair.decode.status.activity.transfers.bytes - bytes_before == 1024, "newer's alone"
+    last = _generation(reservation, 2)
+    assert await _finish(pair, call, prompt, last) == offline(llm, prompt, ignore_eos=True)[0]
+    await pair.settle()
+
+
+def _generation(reservation: Any, generation: int) -> Any:
+    copy = type(reservation)()
+    copy.CopyFrom(reservation)
+    copy.generation = generation
+    return copy
+
+
 async def test_clients_that_leave_at_random_moments_leak_nothing(pair: Pair, llm: LLM) -> None:
     rng = random.Random(4)
 

@@ -50,6 +50,9 @@ class Behaviour:
     end_early_at: int | None = None
     num_cached_tokens: int = 0
     hang: bool = False
+    says: bytes | None = None
+    """Other tokens than the script's."""
+    silent_after_commit: bool = False
     detail: str = "scripted failure"
 
 
@@ -233,7 +236,7 @@ class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
         await context.write(prefill_pb2.PrefillEvent(started=started))
         await asyncio.sleep(behaviour.start_s)
         await self._maybe_fail(context, 0)
-        writer = self.cluster.writer(request)
+        writer = self.cluster.writer(request, behaviour.says)
         done = len(request.continuation.output_token_ids)
         tokens = [writer.token(choice, done) for choice in choices_of(request)]
         first = prefill_pb2.FirstTokens(tokens=tokens)
@@ -246,6 +249,8 @@ class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
             handoffs = self.cluster.handoffs
             handoffs.finished[request.destination.id] = ended
             handoffs.landed[request.destination.id].set()
+        if behaviour.silent_after_commit:
+            await asyncio.Event().wait()
         closing = prefill_pb2.PrefillDone(
             num_computed_tokens=len(request.prompt_token_ids) - behaviour.num_cached_tokens,
             finished=finished,
@@ -345,10 +350,14 @@ class StubCluster:
         self.prefills: list[StubPrefill] = []
         self.decodes: list[StubDecode] = []
 
-    def writer(self, request: prefill_pb2.PrefillRequest | decode_pb2.GenerateRequest) -> Writer:
+    def writer(
+        self,
+        request: prefill_pb2.PrefillRequest | decode_pb2.GenerateRequest,
+        says: bytes | None = None,
+    ) -> Writer:
         eos = None if request.sampling.ignore_eos else self.eos
-        choices = choices_of(request)
-        return Writer(self.script, eos, request.prompt_token_ids, request.sampling, choices)
+        script = scripted(says) if says else self.script
+        return Writer(script, eos, request.prompt_token_ids, request.sampling, choices_of(request))
 
     async def add_prefill(self) -> StubPrefill:
         worker = StubPrefill(f"prefill-{len(self.prefills)}", self)
