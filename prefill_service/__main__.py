@@ -23,7 +23,8 @@ async def serve_prefill(
     settings: PrefillSettings, parts: Parts[PrefillScheduler], signals: StopSignals
 ) -> None:
     """Runs one prefill worker in this event loop until `signals` say stop."""
-    engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
+    engine, activity = AsyncEngine(parts.engine), Activity()
+    channels = ChannelPool(settings.peer_timeout_s)
     pairs = Pairs(settings, parts.cache, channels)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)

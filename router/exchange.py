@@ -8,7 +8,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +18,7 @@ MAX_BODY_BYTES = 16 << 20
 # A body up to here is read to its end and thrown away, so that the client reads the refusal.
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
+LAST_WORDS_S = 1.0
 MAX_REQUEST_ID = 128
 _PRINTABLE = re.compile(rb"[!-~]+")
 
@@ -45,6 +46,13 @@ class Exchange:
         self._headers = scope["headers"]
         self._receive = receive
         self._send = send
+
+    def header(self, name: str) -> str | None:
+        """The first one of that (lower-case) name."""
+        wanted = name.encode()
+        found = (value for header, value in self._headers if header == wanted)
+        value = next(found, None)
+        return None if value is None else str(value, "latin-1").strip()
 
     async def read_body(self) -> bytes:
         """Raises ApiError when it is too large or too slow, ClientGone when it breaks off."""
@@ -124,6 +132,13 @@ class Exchange:
     async def end_events(self, events: bytes) -> None:
         await self.send_events(events)
         await self._send({"type": "http.response.body", "body": b""})
+
+    async def break_events(self, events: bytes) -> None:
+        """Ends a stream that went wrong. A client that has stopped reading does not get to hear
+        of it: the server closes the connection."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self.end_events(events)
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True

@@ -46,7 +46,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.directory = directory
-        self.channels = ChannelPool()
+        self.channels = ChannelPool(settings.peer_timeout_s)
         self.admission = Admission(settings.max_running, settings.max_queue)
         self.metrics = RouterMetrics(self.admission)
         self.model: TextModel | None = None

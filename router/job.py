@@ -14,6 +14,8 @@ from router.calls import WorkerFault
 from router.generation import Delta, Generation
 from router.placement import RequestFacts
 
+GRACE_S = 1.0
+
 
 class Workers(Protocol):
     """The part of the cluster's Directory that the conductor uses."""
@@ -43,7 +45,8 @@ class Job:
     deadline: float
 
     def time_left(self) -> float:
-        return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
+        """For calls to workers: they end a little after the router, who tells the client."""
+        return max(self.deadline - asyncio.get_running_loop().time(), 0.0) + GRACE_S
 
 
 @dataclass(frozen=True)

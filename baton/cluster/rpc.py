@@ -1,7 +1,8 @@
 """gRPC as every process uses it: channel options, a pool of channels, a server with health.
 
 Owns connections, keepalive and the mapping of a failed call to our errors. Knows no message of
-our own. A peer that is dead or stopped is noticed within ~3 s by its silence on pings.
+our own. A peer that is stopped or cut off is noticed, on either side, by its silence on HTTP/2
+pings; one that is dead by its closed connections.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +20,14 @@ from baton.cluster.errors import (
     WorkerUnavailable,
 )
 
+PEER_TIMEOUT_S = 3.0
 MAX_MESSAGE_BYTES = 1 << 30
 _MESSAGE_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 1_000),
-    ("grpc.keepalive_timeout_ms", 1_500),
-    ("grpc.http2.ping_timeout_ms", 1_500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted worker is reached again at once, not after gRPC's 2-minute backoff.
@@ -36,15 +35,23 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-SERVER_OPTIONS: list[tuple[str, int]] = [
+_SERVER_OPTIONS: list[tuple[str, int]] = [
     *_MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     # Two workers on one port would silently share it.
     ("grpc.so_reuseport", 0),
 ]
+
+
+def _ping_options(peer_timeout_s: float) -> list[tuple[str, int]]:
+    """A ping per third of the timeout, half of it for the answer: the rest is for being late."""
+    return [
+        ("grpc.keepalive_time_ms", max(1, int(1000 * peer_timeout_s / 3))),
+        ("grpc.keepalive_timeout_ms", max(1, int(1000 * peer_timeout_s / 2))),
+        ("grpc.http2.ping_timeout_ms", max(1, int(1000 * peer_timeout_s / 2))),
+    ]
+
 
 AddServicer = Callable[[grpc.aio.Server], None]
 
@@ -52,8 +59,8 @@ AddServicer = Callable[[grpc.aio.Server], None]
 class ChannelPool:
     """One channel per address, opened on first use. The pool owns and closes them."""
 
-    def __init__(self, options: Iterable[tuple[str, int]] = tuple(CHANNEL_OPTIONS)) -> None:
-        self._options = list(options)
+    def __init__(self, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+        self._options = [*_CHANNEL_OPTIONS, *_ping_options(peer_timeout_s)]
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
@@ -75,14 +82,17 @@ class ChannelPool:
 
 
 async def make_server(
-    servicers: Iterable[AddServicer], address: str, service_names: Sequence[str]
+    servicers: Iterable[AddServicer],
+    address: str,
+    service_names: Sequence[str],
+    peer_timeout_s: float = PEER_TIMEOUT_S,
 ) -> tuple[grpc.aio.Server, int]:
     """An unstarted server on `address` ("host:0" picks a port) and its port.
 
     Each of `servicers` adds itself, e.g. `partial(add_PrefillServicer_to_server, servicer)`.
     Health answers SERVING for "" and every name in `service_names`; reflection lists them.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=[*_SERVER_OPTIONS, *_ping_options(peer_timeout_s)])
     for add_to in servicers:
         add_to(server)
     await _add_health(server, service_names)

@@ -79,6 +79,9 @@ class CommonSettings(Settings):
         "a model's name, path or hub id",
         min_length=1,
     )
+    peer_timeout_s: Seconds = option(
+        3.0, "a stopped or cut-off process counts as lost after this silence", _SECONDS
+    )
     log_level: LogLevel = option("info", "least level to log", choices(LogLevel))
     log_json: bool = option(False, "log JSON lines", _SWITCH)
 
@@ -92,6 +95,9 @@ class RouterSettings(CommonSettings):
     max_running: Count = option(1024, "requests in flight at once", _COUNT)
     queue_timeout_s: Seconds = option(30.0, "longest wait for admission", _SECONDS)
     request_timeout_s: Seconds = option(600.0, "longest life of a request", _SECONDS)
+    default_request_timeout_s: Seconds | None = option(
+        None, "life of a request that names none (default: the longest)", _SECONDS
+    )
     reserve_timeout_s: Seconds = option(5.0, "longest wait for decode's promise", _SECONDS)
     prefill_timeout_s: Seconds = option(120.0, "longest wait for the first token", _SECONDS)
     served_model_name: Name | None = option(None, "public name of the model", _NAME)

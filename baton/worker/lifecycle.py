@@ -70,7 +70,10 @@ async def serve(
     settings = status.settings
     own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status))
     server, port = await make_server(
-        [*servicers, own], f"{settings.host}:{settings.port}", [*service_names, "baton.v1.Worker"]
+        [*servicers, own],
+        f"{settings.host}:{settings.port}",
+        [*service_names, "baton.v1.Worker"],
+        settings.peer_timeout_s,
     )
     status.address = settings.advertised(port)
     registry = Registry(settings.redis_url)

@@ -23,6 +23,7 @@ from router.gateway import Gateway
 from router.generation import Generation
 from router.job import Job, Output, Served
 from router.openai import errors
+from router.openai.deadline import HEADER, time_allowed
 from router.openai.errors import ApiError, invalid
 from router.openai.format import ChatFormat, CompletionFormat, Format, Head, usage_of
 from router.openai.outputs import Gathered, Streamed
@@ -92,18 +93,20 @@ class Endpoint:
             self._gateway.metrics.requests.labels(self._kind.name, str(status)).inc()
 
     async def _answer(self, exchange: Exchange) -> None:
+        arrived = asyncio.get_running_loop().time()
         payload = _decode_json(await exchange.read_body())
+        deadline = arrived + time_allowed(exchange.header(HEADER), self._gateway.settings)
         started = time.monotonic()
         async with exchange.while_client_waits():
-            async with asyncio.timeout(self._gateway.settings.request_timeout_s):
-                call = await self._prepare(payload)
+            async with asyncio.timeout_at(deadline):
+                call = await self._prepare(payload, deadline)
                 if call.prepared.stream:
                     outputs, served = await self._stream(exchange, call)
                 else:
                     outputs, served = await self._gather(exchange, call)
         self._measure(started, call, outputs, served)
 
-    async def _prepare(self, payload: Any) -> Call:
+    async def _prepare(self, payload: Any, deadline: float) -> Call:
         gateway, kind = self._gateway, self._kind
         body = parse(kind.body, payload)
         model, conductor = gateway.ready_model()
@@ -114,9 +117,9 @@ class Endpoint:
             f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), gateway.served_name
         )
         format = kind.format(head, prepared.include_usage, prepared.logprobs)
-        return Call(prepared, conductor, model, format, self._jobs(prepared, head.id))
+        return Call(prepared, conductor, model, format, self._jobs(prepared, head.id, deadline))
 
-    def _jobs(self, prepared: Prepared, answer_id: str) -> list[Job]:
+    def _jobs(self, prepared: Prepared, answer_id: str, deadline: float) -> list[Job]:
         settings = self._gateway.settings
         now = asyncio.get_running_loop().time()
         return [
@@ -126,7 +129,7 @@ class Endpoint:
                 sampling=sampling,
                 cache_salt=prepared.cache_salt,
                 queue_deadline=now + settings.queue_timeout_s,
-                deadline=now + settings.request_timeout_s,
+                deadline=deadline,
             )
             for i, (prompt, sampling) in enumerate(
                 zip(prepared.prompts, prepared.sampling, strict=True)
@@ -170,7 +173,7 @@ class Endpoint:
             return
         # No [DONE] follows: the stream did not end well.
         exchange.status = error.status
-        await exchange.end_events(error_event(error.body(exchange.request_id)))
+        await exchange.break_events(error_event(error.body(exchange.request_id)))
 
     def _measure(
         self, started: float, call: Call, outputs: Sequence[Output], served: Sequence[Served]

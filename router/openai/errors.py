@@ -60,7 +60,8 @@ def internal(request_id: str) -> ApiError:
 
 
 def timed_out() -> ApiError:
-    return ApiError("The request took too long.", 504, "server_error", code="timeout")
+    message = "The request did not end within the time that it or the server allows."
+    return ApiError(message, 504, "server_error", code="timeout")
 
 
 def from_baton(error: BatonError, request_id: str) -> ApiError:
