@@ -1,4 +1,5 @@
-"""The paged KV cache: one tensor (layer, key|value, block, slot, kv_head, head_dim).
+"""The paged KV cache: one tensor (layer, plane, block, slot, kv_head, head_dim), the planes being
+key and value, or the latent alone.
 
 Owns the memory, not the blocks: the block manager says which block belongs to whom. `gather`,
 `scatter` and `copy_blocks` may run in another thread than the forward pass as long as the two
@@ -33,11 +34,11 @@ class KVCache:
         shape = layout.unit_shape(layout.num_layers, num_blocks)
         self.data = _zeros(shape, _DTYPES[layout.dtype], device)
         self.layers: tuple[Tensor, ...] = tuple(self.data.unbind(0))
-        """Per layer (key|value, block, slot, kv_head, head_dim)."""
+        """Per layer (plane, block, slot, kv_head, head_dim)."""
         self.slots: tuple[Tensor, ...] = tuple(layer.flatten(1, 2) for layer in self.layers)
-        """Per layer (key|value, block * block_size + slot, kv_head, head_dim)."""
+        """Per layer (plane, block * block_size + slot, kv_head, head_dim)."""
         self.tables: tuple[Tensor, ...] = tuple(x.flatten(2).flatten(0, 1) for x in self.layers)
-        """Per layer (key blocks then value blocks, block_size * kv_head * head_dim)."""
+        """Per layer (blocks of each plane in turn, block_size * kv_head * head_dim)."""
         self._table = self.data.view(-1, self.tables[0].shape[1])
         row_bytes = self._table.shape[1] * self._table.element_size()
         # index_copy_ moves one element at a time, so wide elements move faster.
@@ -59,7 +60,8 @@ class KVCache:
         self._check_layers(layer_start, layer_count)
         with torch.inference_mode():
             ids = self._ids(block_ids)
-            planes = torch.arange(2 * layer_start, 2 * (layer_start + layer_count))
+            first, end = self._planes(layer_start, layer_count)
+            planes = torch.arange(first, end)
             rows = planes.to(ids.device).mul_(self.num_blocks).unsqueeze(1) + ids
             # Rows of one flat table: index_select copies whole rows fastest along dimension 0.
             shaped = None if out is None else out.view(rows.numel(), self._table.shape[1])
@@ -81,15 +83,16 @@ class KVCache:
             return
         with torch.inference_mode():
             planes = self._table.view(-1, self.num_blocks, self._table.shape[1])
-            target = planes[2 * layer_start : 2 * (layer_start + layer_count)]
-            source = tensor.reshape(2 * layer_count, len(block_ids), -1)
+            first, end = self._planes(layer_start, layer_count)
+            target = planes[first:end]
+            source = tensor.reshape(end - first, len(block_ids), -1)
             ids, runs = self._ids(block_ids), _runs(block_ids)
             if tensor.nbytes < len(runs) * _MIN_RUN_BYTES:
                 target.view(self._word).index_copy_(1, ids, source.view(self._word))
                 return
-            for start, end in runs:
-                first = block_ids[start]
-                target[:, first : first + end - start].copy_(source[:, start:end])
+            for start, stop in runs:
+                block = block_ids[start]
+                target[:, block : block + stop - start].copy_(source[:, start:stop])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer. No target is also a source."""
@@ -99,6 +102,11 @@ class KVCache:
         targets = [target for _, target in pairs]
         num_layers = self.layout.num_layers
         self.scatter(0, num_layers, targets, self.gather(0, num_layers, sources))
+
+    def _planes(self, layer_start: int, layer_count: int) -> tuple[int, int]:
+        """Range of the layers' planes among those of all layers."""
+        planes = self.layout.num_planes
+        return planes * layer_start, planes * (layer_start + layer_count)
 
     def _check_layers(self, layer_start: int, layer_count: int) -> None:
         if layer_start < 0 or layer_count < 1:

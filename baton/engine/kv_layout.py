@@ -12,7 +12,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class KVLayout:
-    """`layer_kinds[layer]` is "full" or "window"; `fingerprint` names the weights."""
+    """`layer_kinds[layer]` is "full", "window" or "latent"; `fingerprint` names the weights. A
+    latent layer caches one plane (of one head) per token, the others a key and a value plane."""
 
     fingerprint: str
     num_layers: int
@@ -36,20 +37,25 @@ class KVLayout:
     def of(
         config: ModelConfig, block_size: int, dtype: str = "bfloat16", fingerprint: str = ""
     ) -> "KVLayout":
+        _, heads, values = config.kv_shape
         return KVLayout(
             fingerprint=fingerprint,
             num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=heads,
+            head_dim=values,
             block_size=block_size,
             dtype=dtype,
-            layer_kinds=tuple("full" if w is None else "window" for w in config.windows),
+            layer_kinds=_kinds(config),
         )
 
     @property
+    def num_planes(self) -> int:
+        return 1 if "latent" in self.layer_kinds else 2
+
+    @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers."""
-        per_layer = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Keys and values, or latents, of one token over all layers."""
+        per_layer = self.num_planes * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
         return self.num_layers * per_layer
 
     @property
@@ -57,6 +63,12 @@ class KVLayout:
         return self.bytes_per_token * self.block_size
 
     def unit_shape(self, layer_count: int, block_count: int) -> tuple[int, ...]:
-        """Shape of a hand-off unit: (layer, key|value, block, slot, kv_head, head_dim)."""
+        """Shape of a hand-off unit: (layer, plane, block, slot, kv_head, head_dim)."""
         slot = (self.num_kv_heads, self.head_dim)
-        return (layer_count, 2, block_count, self.block_size, *slot)
+        return (layer_count, self.num_planes, block_count, self.block_size, *slot)
+
+
+def _kinds(config: ModelConfig) -> tuple[str, ...]:
+    if config.latent is not None:
+        return ("latent",) * config.num_layers
+    return tuple("full" if window is None else "window" for window in config.windows)

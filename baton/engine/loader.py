@@ -6,6 +6,7 @@ would not use is an error that names it.
 """
 
 import json
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.checkpoint_names import source_for, unused_by
 from baton.engine.models.decoder import DecoderModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -70,6 +72,10 @@ class Checkpoint:
         # A copy: what stays in the model must not keep the file mapped.
         return tensor.to(self._dtype, copy=True)
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
 
 def load_model(path: str | Path, dtype: str = "bfloat16") -> tuple[DecoderModel, ModelConfig]:
     """LoadError (a ValueError) says what is wrong with the folder."""
@@ -78,14 +84,14 @@ def load_model(path: str | Path, dtype: str = "bfloat16") -> tuple[DecoderModel,
     folder = Path(path)
     config = ModelConfig.from_dir(folder)
     with Checkpoint(folder, DTYPES[dtype]) as checkpoint, torch.inference_mode():
-        model = DecoderModel(config, checkpoint)
+        model = DecoderModel(config, source_for(config, checkpoint.names, checkpoint))
         _refuse_unused(checkpoint.unused, config)
     return model, config
 
 
 def _refuse_unused(names: set[str], config: ModelConfig) -> None:
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    left = sorted(name for name in names - tied if not name.endswith("rotary_emb.inv_freq"))
+    left = sorted(name for name in names - tied if not unused_by(config, name))
     if left:
         shown = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
         raise LoadError(

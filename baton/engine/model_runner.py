@@ -18,8 +18,14 @@ from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 class ModelRunner:
     def __init__(self, model: DecoderModel, kv_cache: KVCache) -> None:
         layout, config = kv_cache.layout, model.config
-        ours = (config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
-        theirs = (layout.num_layers, layout.num_kv_heads, layout.head_dim, kv_cache.data.dtype)
+        ours = (config.num_layers, *config.kv_shape, model.dtype)
+        theirs = (
+            layout.num_layers,
+            layout.num_planes,
+            layout.num_kv_heads,
+            layout.head_dim,
+            kv_cache.data.dtype,
+        )
         if ours != theirs:
             raise ValueError(f"the KV cache is for {theirs}, the model is {ours}")
         self.model = model
@@ -103,7 +109,8 @@ class ModelRunner:
         if num_seqs == 1 and block_ids == list(range(first, first + len(block_ids))):
             return first
         keys = torch.tensor(block_ids)
-        return torch.cat((keys, keys + self.kv_cache.num_blocks))
+        planes, size = self.kv_cache.layout.num_planes, self.kv_cache.num_blocks
+        return keys if planes == 1 else torch.cat((keys, keys + size))
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.kv_cache.layout.block_size)

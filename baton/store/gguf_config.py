@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.store.errors import StoreError
-from baton.store.families import require_family
+from baton.store.families import SUPPORTED_IN_GGUF, require_family
 from baton.store.gguf_file import GGUFFile
 from baton.store.gguf_metadata import Metadata
 from baton.store.gguf_rope import rope_parameters
@@ -28,7 +28,7 @@ _MUST_BE_NEUTRAL = {
 def model_config(file: GGUFFile, rope_freqs: Sequence[float]) -> dict[str, Any]:
     """The Hugging Face config of the model in `file`."""
     metadata = Metadata(file)
-    require_family(metadata.architecture, file.path)
+    require_family(metadata.architecture, file.path, SUPPORTED_IN_GGUF)
     _refuse_variants(metadata)
     heads = metadata.param("attention.head_count")
     config = {

@@ -1,14 +1,18 @@
 """Small random models of every family, ours and the transformers reference with equal weights."""
 
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.engine.kv_cache import KVCache, KVLayout
 from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
+from baton.engine.models.checkpoint_names import TensorSource, source_for
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import ScheduledBatch, ScheduledSequence, Sequence
@@ -30,16 +34,53 @@ SIZES: dict[str, Any] = {
 }
 
 
-def reference_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 5},
+    "gemma3_text": {"query_pre_attn_scalar": 12, "sliding_window": 5},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "phi3": {"pad_token_id": 0},
+    "deepseek_v2": {
+        "num_key_value_heads": 6,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 10,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def _centre(model_type: str, name: str) -> float:
+    """Norms scatter around their neutral weight, which Gemma stores as 0."""
+    is_norm = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+    return 1.0 if is_norm and not model_type.startswith("gemma") else 0.0
+
+
+def reference_model(model_type: str, seed: int = 0, spread: float = 0.1, **changes: Any) -> Any:
     """A transformers model in float32 whose every weight, biases and norms too, is random."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    config._attn_implementation = "sdpa"
+    sizes = GPT2_SIZES if model_type == "gpt2" else SIZES
+    config = AutoConfig.for_model(model_type, **{**sizes, **EXTRA.get(model_type, {}), **changes})
+    # Soft-capping is not computed by the fused attention of torch.
+    config._attn_implementation = "eager" if model_type.startswith("gemma") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            centre = 1.0 if name.endswith("norm.weight") else 0.0
-            weight.normal_(centre, 0.1)
+            weight.normal_(_centre(model_type, name), spread)
     return model
 
 
@@ -52,6 +93,13 @@ def reference_logits(reference: Any, token_ids: list[int]) -> torch.Tensor:
     """(token, vocab) logits of one forward pass over all tokens."""
     with torch.inference_mode():
         return reference(torch.tensor([token_ids])).logits[0].float()
+
+
+def checkpoint_of(reference: Any) -> dict[str, torch.Tensor]:
+    """The tensors as `save_pretrained` writes them: experts one by one."""
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 @dataclass
@@ -92,10 +140,11 @@ def make_rig(
     scattered: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Rig:
-    weights = reference.state_dict()
+    weights = checkpoint_of(reference)
     config = ModelConfig.from_hf(hf_config(reference))
+    read: TensorSource = lambda name, shape: weights[name].view(shape).to(dtype)  # noqa: E731
     with torch.inference_mode():
-        model = DecoderModel(config, lambda name, shape: weights[name].view(shape).to(dtype))
+        model = DecoderModel(config, source_for(config, weights, read))
     name = str(dtype).removeprefix("torch.")
     cache = KVCache(KVLayout.of(config, BLOCK_SIZE, name), num_blocks)
     free = list(range(num_blocks))

@@ -69,6 +69,60 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "phi3": ("phi3", {}),
+    "phi3, window": ("phi3", {"sliding_window": 7}),
+    "phi3, partly rotated": (
+        "phi3",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gpt2": ("gpt2", {}),
+    "gpt2, untied, own inner size": ("gpt2", {"tie_word_embeddings": False, "n_inner": 56}),
+    "gemma": ("gemma", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"tie_word_embeddings": True}),
+    "gemma2, tight caps": (
+        "gemma2",
+        {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7, "sliding_window": 1},
+    ),
+    "gemma2, full layers only": ("gemma2", {"layer_types": ["full_attention"] * 3}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "gemma3, two ropes, caps": (
+        "gemma3_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 0.7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral, window, one expert": (
+        "mixtral",
+        {"sliding_window": 5, "num_experts_per_tok": 1},
+    ),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2, query latent, scaled": (
+        "deepseek_v2",
+        {"q_lora_rank": 12, "attention_bias": True, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek_v2, yarn, groups": (
+        "deepseek_v2",
+        {
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+        },
+    ),
 }
 
 

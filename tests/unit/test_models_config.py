@@ -1,14 +1,19 @@
 """What config.json may say, in both spellings, and what is refused by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.engine.kv_layout import KVLayout
-from baton.engine.model_config import ModelConfig, RopeConfig
-from tests.support.families import SIZES
+from baton.engine.model_config import ModelConfig
+from baton.engine.rope_config import RopeConfig
+from tests.support.families import EXTRA, SIZES, hf_config, reference_model
+
+SLIDING = ["sliding_attention"] * 3
+DEEPSEEK = {"model_type": "deepseek_v2", **EXTRA["deepseek_v2"]}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -37,7 +42,11 @@ def test_absent_optional_keys_take_the_defaults_of_the_family() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        (
+            {"model_type": "bloom"},
+            "model_type 'bloom' is not supported; supported are deepseek_v2, gemma, gemma2, "
+            "gemma3_text, gpt2, llama, mistral, mixtral, phi3, qwen2, qwen3",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
@@ -54,10 +63,26 @@ def test_absent_optional_keys_take_the_defaults_of_the_family() -> None:
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types names 1 layers"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights False"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "'su' of Phi-3"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.375}, "must be even, not 3"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types names 1"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gemma2", "sliding_window": None, "layer_types": SLIDING}, "not set"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts must be"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
+            "num_experts_per_tok (3) is beyond the 2 experts",
+        ),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob True"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        (DEEPSEEK | {"qk_rope_head_dim": 0}, "qk_rope_head_dim must be a positive whole number"),
     ],
 )
 def test_an_unsupported_config_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(words)):
         config(**changes)
 
 
@@ -101,6 +126,49 @@ def test_a_layout_says_which_layers_have_a_window() -> None:
         model_type="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=2
     )
     assert KVLayout.of(mixed, 4).layer_kinds == ("full", "full", "window")
+
+
+def test_deepseek_v2_lite_caches_576_values_per_layer_and_token() -> None:
+    lite = config(
+        model_type="deepseek_v2",
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_hidden_layers=27,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    )
+    layout = KVLayout.of(lite, 16)
+    assert layout.layer_kinds == ("latent",) * 27
+    assert layout.unit_shape(1, 1) == (1, 1, 1, 16, 1, 576)
+    assert layout.bytes_per_token == 27 * 576 * 2
+
+
+def test_older_gemma_files_say_their_layers_by_a_pattern() -> None:
+    sizes = {"num_hidden_layers": 6, "sliding_window": 9}
+    assert config(model_type="gemma2", **sizes).windows == (9, None) * 3
+    gemma3 = config(
+        model_type="gemma3_text",
+        **sizes,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert gemma3.windows == (9, 9, None) * 2
+    assert gemma3.rope == RopeConfig("linear", 1e6, 8.0, 128)
+    assert gemma3.window_rope == RopeConfig(theta=2e4, original_max_position=128)
+
+
+def test_parameters_are_counted_as_the_reference_counts_them() -> None:
+    """Matrices only: norms, biases and the row of a router's bias are left out."""
+    for family in ("llama", "gpt2", "gemma2", "phi3", "mixtral", "deepseek_v2"):
+        reference = reference_model(family)
+        seen = {w.data_ptr(): w.numel() for w in reference.parameters() if w.dim() > 1}
+        ours = ModelConfig.from_hf(hf_config(reference)).num_parameters
+        assert ours == sum(seen.values()), family
 
 
 def test_a_layout_of_an_unknown_dtype_or_no_slots_is_refused() -> None:

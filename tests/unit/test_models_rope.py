@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.layers.rotary import RotaryEmbedding, inverse_frequencies
-from baton.engine.model_config import RopeConfig
+from baton.engine.rope_config import RopeConfig
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}

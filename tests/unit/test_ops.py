@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from baton.engine.layers.rotary import RotaryEmbedding
-from baton.engine.model_config import RopeConfig
 from baton.engine.ops.activation import silu_and_mul
 from baton.engine.ops.attention import AttentionBatch, DecodeGroup, paged_attention, write_kv
 from baton.engine.ops.linear import LinearWeight
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.rope import apply_rope_
+from baton.engine.rope_config import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
 

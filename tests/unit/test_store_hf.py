@@ -178,8 +178,8 @@ def test_damaged_json_is_found(store: ModelStore, model: Path, name: str, text: 
 
 
 def test_an_unsupported_family_lists_the_supported(store: ModelStore, tmp_path: Path) -> None:
-    model = write_hf(tmp_path / "m", model_type="gpt2")
-    with pytest.raises(StoreError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
+    model = write_hf(tmp_path / "m", model_type="bloom")
+    with pytest.raises(StoreError, match=r"'bloom'.*llama, mistral, mixtral, qwen2, qwen3"):
         store.resolve(str(model))
 
 

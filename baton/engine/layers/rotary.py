@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.model_config import RopeConfig
+from baton.engine.rope_config import RopeConfig
 
 
 class RotaryEmbedding:

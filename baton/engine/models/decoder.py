@@ -5,8 +5,6 @@ in the AttentionBatch. Weights come from a `TensorSource`, are fused (query, key
 and up) and never change afterwards.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,15 +12,19 @@ from torch import Tensor
 from baton.engine.kv_cache import KVCache
 from baton.engine.layers.rotary import RotaryEmbedding
 from baton.engine.model_config import ModelConfig
-from baton.engine.ops.activation import silu_and_mul
+from baton.engine.models.checkpoint_names import TensorSource
+from baton.engine.models.experts import ExpertsMLP
+from baton.engine.models.latent import LatentAttention
+from baton.engine.models.mlp import MLP
+from baton.engine.models.weights import fused_linear, norm, norm_weight
 from baton.engine.ops.attention import AttentionBatch, paged_attention, write_kv
 from baton.engine.ops.linear import LinearWeight
 from baton.engine.ops.logits import sharpen_
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.rope import apply_rope_
 
-TensorSource = Callable[[str, tuple[int, ...]], Tensor]
-"""Gives the tensor of a checkpoint name in the model's dtype, or raises if the shape differs."""
+Rope = tuple[Tensor, Tensor]
+"""Cosines and signed sines of the batch's positions."""
 
 
 class Attention:
@@ -34,13 +36,14 @@ class Attention:
         self.out = fused_linear(source, prefix, (("o_proj", hidden),), q_size, config.o_bias)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps = config.head_dim, torch.tensor(config.rms_norm_eps)
-        self.window = config.windows[layer]
+        self.window, self.rotary_dim = config.windows[layer], config.rotary_dim
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.qk_norm = _head_norms(config, prefix, source) if config.qk_norm else None
 
     def __call__(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope | None,
         cache: tuple[Tensor, Tensor],
         batch: AttentionBatch,
     ) -> Tensor:
@@ -50,54 +53,61 @@ class Attention:
         heads = qkv[:, :rotated]
         if self.qk_norm is not None:
             heads.copy_(rms_norm(heads, self.qk_norm, self.eps))
-        apply_rope_(heads, *rope)
+        if rope is not None:
+            apply_rope_(heads[..., : self.rotary_dim], *rope)
         kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
         slots, table = cache
         write_kv(kv, slots, batch.slot_mapping)
-        return paged_attention(qkv[:, : self.num_heads], kv, table, batch, self.window).view(n, -1)
-
-
-class MLP:
-    def __init__(self, config: ModelConfig, layer: int, source: TensorSource) -> None:
-        prefix = f"model.layers.{layer}.mlp"
-        hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        parts = (("gate_proj", size), ("up_proj", size))
-        self.gate_up = fused_linear(source, prefix, parts, hidden, bias)
-        self.down = fused_linear(source, prefix, (("down_proj", hidden),), size, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        q = qkv[:, : self.num_heads]
+        out = paged_attention(q, kv, table, batch, self.window, self.scale, self.softcap)
+        return out.reshape(n, -1)
 
 
 class DecoderLayer:
     def __init__(
         self, config: ModelConfig, layer: int, source: TensorSource, dtype: torch.dtype
     ) -> None:
-        prefix, hidden = f"model.layers.{layer}", (config.hidden_size,)
+        prefix = f"model.layers.{layer}"
         self.dtype = dtype
-        self.input_norm = source(f"{prefix}.input_layernorm.weight", hidden).float()
-        self.post_norm = source(f"{prefix}.post_attention_layernorm.weight", hidden).float()
-        self.attention = Attention(config, layer, source)
-        self.mlp = MLP(config, layer, source)
-        self.eps = torch.tensor(config.rms_norm_eps)
+        self.input_norm = norm(config, source, f"{prefix}.input_layernorm")
+        self.attention = (Attention if config.latent is None else LatentAttention)(
+            config, layer, source
+        )
+        self.attention_out_norm = self.mlp_out_norm = None
+        mlp_norm = "post_attention_layernorm"
+        if config.sandwich_norms:
+            mlp_norm = "pre_feedforward_layernorm"
+            self.attention_out_norm = norm(config, source, f"{prefix}.post_attention_layernorm")
+            self.mlp_out_norm = norm(config, source, f"{prefix}.post_feedforward_layernorm")
+        self.mlp_norm = norm(config, source, f"{prefix}.{mlp_norm}")
+        self.mlp: MLP | ExpertsMLP
+        if config.has_experts(layer):
+            self.mlp = ExpertsMLP(config, f"{prefix}.mlp", source)
+        else:
+            self.mlp = MLP(config, f"{prefix}.mlp", source, config.intermediate_size)
 
     def __call__(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope | None,
         cache: tuple[Tensor, Tensor],
         batch: AttentionBatch,
         rows: Tensor | None,
     ) -> Tensor:
         """Adds this layer to the float32 residual stream `x`. With `rows`, only those go on."""
-        normed = rms_norm(x, self.input_norm, self.eps, self.dtype)
-        attended = self.attention(normed, rope, cache, batch)
+        attended = self.attention(self.input_norm(x, self.dtype), rope, cache, batch)
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
             if not rows.shape[0]:
                 return x
-        x = x.add_(self.attention.out(attended))
-        return x.add_(self.mlp(rms_norm(x, self.post_norm, self.eps, self.dtype)))
+        out = self.attention.out(attended)
+        if self.attention_out_norm is not None:
+            out = self.attention_out_norm(out, torch.float32)
+        x = x.add_(out)
+        out = self.mlp(self.mlp_norm(x, self.dtype))
+        if self.mlp_out_norm is not None:
+            out = self.mlp_out_norm(out, torch.float32)
+        return x.add_(out)
 
 
 class DecoderModel:
@@ -106,12 +116,20 @@ class DecoderModel:
         self.config = config
         self.embedding = source("model.embed_tokens.weight", vocab)
         self.dtype = self.embedding.dtype
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
+        self.positions = self.rotary = None
+        if config.rope is None:
+            rows = (config.max_position_embeddings, config.hidden_size)
+            self.positions = source("model.embed_positions.weight", rows)
+        else:
+            self.rotary = RotaryEmbedding(config.rope, config.rotary_dim)
+        self.window_rotary = self.rotary
+        if config.window_rope is not None:
+            self.window_rotary = RotaryEmbedding(config.window_rope, config.rotary_dim)
         self.layers = [
             DecoderLayer(config, i, source, self.dtype) for i in range(config.num_layers)
         ]
-        self.final_norm = source("model.norm.weight", (config.hidden_size,)).float()
-        self.eps = torch.tensor(config.rms_norm_eps)
+        self.final_norm = norm(config, source, "model.norm")
         tied = config.tie_word_embeddings
         self.head_rows = self.embedding if tied else source("lm_head.weight", vocab)
         self.head = LinearWeight(self.head_rows)
@@ -129,41 +147,43 @@ class DecoderModel:
         The residual stream is float32 whatever the model's dtype: sums over many layers in
         bfloat16 would move near-ties. `rows`, in the order wanted, are the tokens whose result
         is needed: the last layer does no other."""
-        x = F.embedding(token_ids, self.embedding).float()
-        rope = self.rotary(positions, self.dtype)
+        x = self._embed(token_ids, positions)
+        ropes = self._ropes(positions)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             place = (cache.slots[index], cache.tables[index])
+            rope = ropes[self.config.windows[index] is not None]
             x = layer(x, rope, place, batch, rows if index == last else None)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (n, vocab) of hidden states."""
-        normed = rms_norm(hidden, self.final_norm, self.eps)
+        normed = self.final_norm(hidden)
         logits = self.head(normed.to(self.dtype)).float()
         if self.dtype is not torch.float32:
             sharpen_(logits, normed, self.head_rows)
-        return logits
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = F.embedding(token_ids, self.embedding).float()
+        if self.embedding_scale != 1.0:
+            x.mul_(self.embedding_scale)
+        return x if self.positions is None else x.add_(F.embedding(positions, self.positions))
 
-def fused_linear(
-    source: TensorSource,
-    prefix: str,
-    parts: tuple[tuple[str, int], ...],
-    in_features: int,
-    bias: bool,
-) -> LinearWeight:
-    """One weight of the parts' rows, in order."""
-    weight = torch.cat(
-        [source(f"{prefix}.{name}.weight", (out, in_features)) for name, out in parts]
-    )
-    biases = [source(f"{prefix}.{name}.bias", (out,)) for name, out in parts] if bias else None
-    return LinearWeight(weight, torch.cat(biases) if biases else None)
+    def _ropes(self, positions: Tensor) -> tuple[Rope | None, Rope | None]:
+        """For layers that see everything, and for those with a window."""
+        if self.rotary is None or self.window_rotary is None:
+            return None, None
+        rope = self.rotary(positions, self.dtype)
+        if self.window_rotary is self.rotary:
+            return rope, rope
+        return rope, self.window_rotary(positions, self.dtype)
 
 
 def _head_norms(config: ModelConfig, prefix: str, source: TensorSource) -> Tensor:
     """(query heads then key heads, head_dim) weights, so that one product scales them all."""
     shape = (config.head_dim,)
-    query = source(f"{prefix}.q_norm.weight", shape).expand(config.num_heads, -1)
-    key = source(f"{prefix}.k_norm.weight", shape).expand(config.num_kv_heads, -1)
-    return torch.cat((query, key)).float()
+    query = norm_weight(config, source, f"{prefix}.q_norm", shape).expand(config.num_heads, -1)
+    key = norm_weight(config, source, f"{prefix}.k_norm", shape).expand(config.num_kv_heads, -1)
+    return torch.cat((query, key))

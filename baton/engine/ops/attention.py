@@ -58,18 +58,26 @@ def write_kv(kv: Tensor, slots: Tensor, slot_mapping: Tensor) -> None:
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, table: Tensor, batch: AttentionBatch, window: Window
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    batch: AttentionBatch,
+    window: Window,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention output (n, head, head_dim) of queries (n, head, head_dim). `kv` holds the
     batch's own keys and values, (n, key|value, kv_head, head_dim), already written to the cache
-    whose layer is `table`."""
+    whose layer is `table`. `scale` (default 1 / root of head_dim) multiplies the logits;
+    `softcap` then bends them into (-softcap, softcap)."""
+    how = (window, scale, softcap)
     if not batch.prefills and batch.decodes is not None:
-        return _decode(q, kv, table, batch.decodes, window)
+        return _decode(q, kv, table, batch.decodes, *how)
     outputs = []
     if batch.decodes is not None:
-        outputs.append(_decode(q[: batch.decodes.num_seqs], kv, table, batch.decodes, window))
+        outputs.append(_decode(q[: batch.decodes.num_seqs], kv, table, batch.decodes, *how))
     for chunk in batch.prefills:
-        outputs.append(_prefill(q[chunk.start : chunk.end], kv, table, chunk, window))
+        outputs.append(_prefill(q[chunk.start : chunk.end], kv, table, chunk, *how))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -91,16 +99,32 @@ def _context(table: Tensor, rows: Rows, kv: Tensor, num_seqs: int, length: int) 
     return [picked.as_strided(size, stride, offset + start) for offset in (0, values)]
 
 
-def _decode(q: Tensor, kv: Tensor, table: Tensor, group: DecodeGroup, window: Window) -> Tensor:
+def _decode(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    group: DecodeGroup,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
     b, num_heads, head_dim = q.shape
     keys, values = _context(table, group.rows, kv, b, group.max_context)
     # The query heads that share a KV head become query positions, so KV is read once.
     folded = q.view(b, kv.shape[2], num_heads // kv.shape[2], head_dim)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.masks[window])
+    out = _attend(folded, keys, values, group.masks[window], scale, softcap)
     return out.reshape(b, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv: Tensor, table: Tensor, chunk: PrefillChunk, window: Window) -> Tensor:
+def _prefill(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    chunk: PrefillChunk,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
     n, num_heads, head_dim = q.shape
     if chunk.rows is None:
         keys, values = kv[chunk.start : chunk.end].permute(1, 2, 0, 3)
@@ -111,12 +135,38 @@ def _prefill(q: Tensor, kv: Tensor, table: Tensor, chunk: PrefillChunk, window: 
     # (kv_head, group, ...): a KV head is broadcast over its group without copying it.
     query = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, group, chunk.context_len, head_dim)
-    mask = chunk.masks[window]
-    out = F.scaled_dot_product_attention(
+    out = _attend(
         query,
         keys.unsqueeze(1).expand(shape),
         values.unsqueeze(1).expand(shape),
-        attn_mask=mask,
-        is_causal=mask is None and n > 1,
+        chunk.masks[window],
+        scale,
+        softcap,
+        is_causal=n > 1,
     )
     return out.permute(2, 0, 1, 3).reshape(n, num_heads, head_dim)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    is_causal: bool = False,
+) -> Tensor:
+    """`mask` is additive; without one, `is_causal` says whether the last queries see less."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None and is_causal, scale=scale
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = torch.matmul(query.float(), keys.float().transpose(-1, -2)).mul_(scale / softcap)
+    logits.tanh_().mul_(softcap)
+    if mask is not None:
+        logits += mask
+    elif is_causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu_(1)
+        logits.masked_fill_(hidden, float("-inf"))
+    return torch.matmul(logits.softmax(dim=-1).to(values.dtype), values)
