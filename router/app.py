@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from baton.cluster.registry import RegistryState
 from router.exchange import request_id_of
 from router.gateway import Gateway, OnLoaded
 from router.openai import errors
@@ -78,9 +79,9 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
     async def ready() -> Response:
         missing = gateway.missing_roles()
         loading = gateway.model is None
-        registry = "connected" if gateway.directory.connected else "disconnected"
+        registry = gateway.directory.state
         if not loading and not missing:
-            status = "ok" if gateway.directory.connected else "degraded"
+            status = "ok" if registry is RegistryState.CONNECTED else "degraded"
             return _json({"status": status, "registry": registry})
         reasons = ["the model is still loading"] if loading else []
         reasons += [f"no {role} worker is available" for role in missing]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.cluster.registry import RegistryState
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
 from baton.cluster.workers import Role, WorkerRecord
@@ -30,7 +31,7 @@ class WorkerDirectory(Protocol):
     """The cluster's Directory, as far as the router uses it."""
 
     @property
-    def connected(self) -> bool: ...
+    def state(self) -> RegistryState: ...
     def snapshot(self) -> tuple[WorkerRecord, ...]: ...
     def suspect(self, worker_id: str, incarnation: str) -> None: ...
     async def wait_changed(self, timeout_s: float) -> None: ...

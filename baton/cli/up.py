@@ -23,6 +23,7 @@ from baton.cli.supervisor import Supervisor
 from baton.cli.up_plan import Site, plan
 from baton.cli.up_settings import UpSettings
 from baton.cluster.errors import BatonError, RegistryUnavailable, SettingsError
+from baton.cluster.redis_client import hide_password
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.cluster.registry import Registry
 from baton.cluster.settings_source import parse_flags
@@ -109,7 +110,9 @@ async def _check_redis(url: str) -> None:
     try:
         await registry.ping()
     except RegistryUnavailable as error:
-        raise BatonError(f"Cannot reach the Redis of --redis {url}. {error}") from error
+        raise BatonError(
+            f"Cannot reach the Redis of --redis {hide_password(url)}. {error}"
+        ) from error
     finally:
         await registry.close()
 
@@ -141,7 +144,7 @@ async def _announce_ready(settings: UpSettings, site: Site, log: MergedLog) -> N
         log.say("baton", f"Baton is ready at {url}")
         for line in sample_request(url, settings.served_model_name or site.model).splitlines():
             log.say("baton", line)
-        log.say("baton", f"baton status --redis {site.redis_url}")
+        log.say("baton", f"baton status --redis {hide_password(site.redis_url)}")
         log.say("baton", f"(after {time.monotonic() - started:.1f} s; Ctrl-C stops everything)")
     else:
         log.say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")

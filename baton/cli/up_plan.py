@@ -46,7 +46,7 @@ def _router(settings: UpSettings, site: Site) -> ChildSpec:
         **settings.passed_on(ROUTER_FIELDS + SHARED_FIELDS, site.given),
     }
     argv = _command("router", settings, site, flags)
-    return ChildSpec("router", argv, _environment(1), ROUTER_STOP_STAGE)
+    return ChildSpec("router", argv, _environment(site, 1), ROUTER_STOP_STAGE)
 
 
 def _worker(
@@ -62,13 +62,13 @@ def _worker(
         **settings.passed_on(WORKER_FIELDS + SHARED_FIELDS, site.given),
     }
     argv = _command(f"{role}_service", settings, site, flags)
-    return ChildSpec(f"{role}-{index}", argv, _environment(threads), WORKER_STOP_STAGE)
+    return ChildSpec(f"{role}-{index}", argv, _environment(site, threads), WORKER_STOP_STAGE)
 
 
 def _command(
     module: str, settings: UpSettings, site: Site, flags: dict[str, Any]
 ) -> tuple[str, ...]:
-    common: dict[str, Any] = {"redis_url": site.redis_url, "model": site.model}
+    common: dict[str, Any] = {"model": site.model}
     if settings.config is not None:
         common["config"] = settings.config
     lines = [_flag(name, value) for name, value in (common | flags).items()]
@@ -82,6 +82,7 @@ def _flag(name: str, value: Any) -> str:
     return f"--{dashed}={value}"
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment(site: Site, threads: int) -> dict[str, str]:
+    """Redis' URL may hold a password, which a flag would show to everybody on the machine."""
     variables = {name: str(threads) for name in _THREAD_VARIABLES}
-    return {**variables, "PYTHONUNBUFFERED": "1"}
+    return {**variables, "BATON_REDIS_URL": site.redis_url, "PYTHONUNBUFFERED": "1"}

@@ -21,6 +21,10 @@ class RegistryUnavailable(BatonError):
     """Redis did not answer in time: go on with what is known."""
 
 
+class RegistryRefused(RegistryUnavailable):
+    """Redis answers, but will not do it: it is read-only, or out of memory."""
+
+
 class WorkerUnavailable(BatonError):
     """A worker died, hung or refused for reasons of its own: try another one."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from baton.cluster.redis_client import connect
 from baton.cluster.settings_source import Settings, choices, fail, load_or_exit, option
 from baton.cluster.values import parse_cores, parse_size
 
@@ -34,8 +35,7 @@ WhenNoPrefill = Literal["refuse", "decode"]
 
 
 def _redis_url(value: str) -> str:
-    if not value.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("not a Redis URL")
+    connect(value)  # opens no connection yet
     return value
 
 

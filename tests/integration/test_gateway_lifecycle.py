@@ -14,6 +14,7 @@ import httpx
 import orjson
 import pytest
 
+from baton.cluster.registry import RegistryState
 from router.text import TextModel
 from tests.support.byte_model import byte_model
 from tests.support.gateway import (
@@ -296,7 +297,7 @@ async def test_while_the_model_loads_readiness_and_requests_say_so(model: TextMo
 
 
 async def test_a_lost_registry_is_degraded_not_down(gateway: RunningGateway) -> None:
-    gateway.cluster.directory.connected = False
+    gateway.cluster.directory.state = RegistryState.DISCONNECTED
     response = await gateway.client.get("/health")
     assert (response.status_code, response.json()["status"]) == (200, "degraded")
     await assert_ordinary(gateway)

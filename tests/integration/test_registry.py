@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from baton.cluster.errors import BatonError, RegistryUnavailable
 from baton.cluster.redis_server import EmbeddedRedis, find_redis_server
-from baton.cluster.registry import Announcer, Directory, Registry
+from baton.cluster.registry import Announcer, Directory, Registry, RegistryState
 from baton.cluster.workers import WorkerRecord
 from tests.support.redis import eventually, make_record
 
@@ -94,7 +94,7 @@ async def test_expired_workers_leave_nothing_behind_in_redis(
     await asyncio.sleep(0.1)
     await registry.list()
     async with Redis.from_url(redis_server[1]) as client:
-        assert await client.keys("*") == [b"baton:epoch"]
+        assert await client.keys("*") == [b"{baton}:epoch"]
 
 
 async def test_a_withdrawal_removes_only_its_own_incarnation(registry: Registry) -> None:
@@ -131,8 +131,8 @@ async def test_a_damaged_entry_hides_no_other_worker(
     record = make_record()
     await registry.publish(record, ttl_s=30)
     async with Redis.from_url(redis_server[1]) as client:
-        await client.set("baton:worker:decode-9", "rubbish")
-        await client.sadd("baton:workers", "decode-9")
+        await client.set("{baton}:worker:decode-9", "rubbish")
+        await client.sadd("{baton}:workers", "decode-9")
     assert await registry.list() == [record]
 
 
@@ -323,6 +323,34 @@ async def test_a_paused_redis_neither_blocks_nor_empties_the_directory(
     os.kill(redis_server[0].pid or 0, signal.SIGCONT)
     await eventually(lambda: directory.connected, timeout_s=5)
     await eventually(lambda: ids(directory) == ["decode-0"], timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "mend_it"),
+    [
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    ],
+    ids=["out of memory", "read-only"],
+)
+async def test_workers_stay_known_while_redis_takes_no_writes(
+    redis_server: tuple[EmbeddedRedis, str],
+    directory: Directory,
+    announce: Announce,
+    break_it: tuple[str, ...],
+    mend_it: tuple[str, ...],
+) -> None:
+    await announce(make_record())
+    await eventually(lambda: ids(directory) == ["decode-0"])
+    async with Redis.from_url(redis_server[1]) as client:
+        await client.execute_command(*break_it)
+        await eventually(lambda: directory.state is RegistryState.READ_ONLY)
+        await asyncio.sleep(1.5)  # longer than the records live
+        assert ids(directory) == ["decode-0"]
+        await client.execute_command(*mend_it)
+    await eventually(lambda: directory.connected)
+    await asyncio.sleep(3.5)  # longer than the grace
+    assert ids(directory) == ["decode-0"]
 
 
 async def test_without_redis_a_suspect_is_tried_again_after_the_grace(

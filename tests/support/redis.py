@@ -40,6 +40,13 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
     return time.monotonic() - started
 
 
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
+    """As `eventually`, for a condition that has to ask somebody."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 (what is asked tells nobody)
+            await asyncio.sleep(0.02)
+
+
 async def within(timeout_s: float, awaited: Awaitable[T]) -> T:
     """The result, or TimeoutError after the deadline."""
     async with asyncio.timeout(timeout_s):

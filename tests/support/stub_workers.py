@@ -16,6 +16,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
+from baton.cluster.registry import RegistryState
 from baton.cluster.rpc import make_server
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord
 from baton.v1 import (
@@ -393,7 +394,7 @@ class FakeDirectory:
     """The directory's interface over a list that tests change by hand."""
 
     def __init__(self) -> None:
-        self.connected = True
+        self.state = RegistryState.CONNECTED
         self.suspects: list[str] = []
         self._records: dict[str, WorkerRecord] = {}
         self._changed = asyncio.Event()

@@ -50,14 +50,14 @@ def test_two_cores_give_each_of_two_workers_one_core_and_one_thread() -> None:
     assert specs["decode-0"].env["OMP_NUM_THREADS"] == "1"
 
 
-def test_every_child_accepts_its_flags_and_finds_the_same_redis_and_model() -> None:
+def test_every_child_accepts_its_flags_and_finds_the_same_model() -> None:
     specs = planned("--prefill=2", "--decode=3", cores=tuple(range(8)))
     router = RouterSettings.load(flags_of(specs["router"]))
     workers = [PrefillSettings.load(flags_of(specs[f"prefill-{n}"])) for n in range(2)]
     workers += [DecodeSettings.load(flags_of(specs[f"decode-{n}"])) for n in range(3)]  # type: ignore[misc]
     assert (router.port, router.model) == (8123, "smollm2")
     for worker in workers:
-        assert (worker.redis_url, worker.model) == (router.redis_url, "smollm2")
+        assert worker.model == "smollm2"
         assert (worker.host, worker.port) == ("127.0.0.1", 0)
     assert sorted(worker.worker_id for worker in workers) == [
         "decode-0",
@@ -66,6 +66,12 @@ def test_every_child_accepts_its_flags_and_finds_the_same_redis_and_model() -> N
         "prefill-0",
         "prefill-1",
     ]
+
+
+def test_redis_and_its_password_reach_the_children_by_environment_not_by_flag() -> None:
+    for spec in planned().values():
+        assert spec.env["BATON_REDIS_URL"] == "redis://127.0.0.1:7000/0"
+        assert not any("redis" in argument for argument in spec.argv)
 
 
 def test_threads_per_worker_overrides_the_share() -> None:

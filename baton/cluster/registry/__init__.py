@@ -5,7 +5,7 @@ last known workers stay known.
 """
 
 from baton.cluster.registry.announcer import Announcer
-from baton.cluster.registry.directory import Directory
+from baton.cluster.registry.directory import Directory, RegistryState
 from baton.cluster.registry.store import Listing, Registry
 
-__all__ = ["Announcer", "Directory", "Listing", "Registry"]
+__all__ = ["Announcer", "Directory", "Listing", "Registry", "RegistryState"]

@@ -3,8 +3,8 @@
 Owns a copy that a background task refreshes, early when a change is published. A worker leaves
 the snapshot when its record expires or is withdrawn, or at once when a caller `suspect`s it;
 a suspect returns with a heartbeat younger than the suspicion or as a new incarnation.
-While Redis is away the last known workers stay, and so they do for a grace period after it
-came back empty, until they have had time to announce themselves again.
+While Redis is away, or takes no writes, the last known workers stay, and so they do for a grace
+period after it came back, until they have had time to announce themselves again.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.registry.backoff import Backoff
@@ -19,6 +20,14 @@ from baton.cluster.registry.store import Listing, Registry
 from baton.cluster.workers import WorkerRecord
 
 _log = logging.getLogger(__name__)
+
+
+class RegistryState(StrEnum):
+    """What the last read of Redis showed."""
+
+    CONNECTED = "connected"
+    READ_ONLY = "read_only"
+    DISCONNECTED = "disconnected"
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Directory:
         self._registry = registry
         self._refresh_s = refresh_s
         self._grace_s = grace_s
-        self._connected = False
+        self._state = RegistryState.DISCONNECTED
         self._epoch: str | None = None
         self._grace_until = 0.0
         self._known: tuple[WorkerRecord, ...] = ()
@@ -47,8 +56,12 @@ class Directory:
 
     @property
     def connected(self) -> bool:
-        """Whether the last read of Redis succeeded."""
-        return self._connected
+        """Whether Redis can be read and written."""
+        return self._state is RegistryState.CONNECTED
+
+    @property
+    def state(self) -> RegistryState:
+        return self._state
 
     def snapshot(self) -> tuple[WorkerRecord, ...]:
         """Live workers that are not suspect, sorted by worker id."""
@@ -100,19 +113,26 @@ class Directory:
         except RegistryUnavailable as error:
             if not backoff.failures:
                 _log.warning("The last known workers stay: %s", error)
-            self._connected = False
+            self._state = RegistryState.DISCONNECTED
             self._forgive(asked - self._grace_s)
             self._update()
             return backoff.next_s()
         if backoff.failures:
             _log.info("Redis is back.")
             backoff.reset()
-        self._connected = True
+        self._note(RegistryState.CONNECTED if listing.writable else RegistryState.READ_ONLY)
         self._apply(listing, asked)
         return self._refresh_s
 
+    def _note(self, state: RegistryState) -> None:
+        if state is RegistryState.READ_ONLY is not self._state:
+            _log.warning("The last known workers stay: Redis takes no writes.")
+        self._state = state
+
     def _apply(self, listing: Listing, asked: float) -> None:
-        if self._epoch not in (None, listing.epoch):
+        if not listing.writable:
+            self._forgive(asked - self._grace_s)
+        if not listing.writable or self._epoch not in (None, listing.epoch):
             self._grace_until = asked + self._grace_s
         self._epoch = listing.epoch
         records = {record.worker_id: record for record in listing.records}

@@ -5,26 +5,16 @@ A record belongs to one incarnation: only that one may withdraw it, and an older
 same worker never overwrites a newer one. Knows nothing of schedules; see Announcer, Directory.
 """
 
-import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import redis.asyncio as aioredis
-from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
-from baton.cluster.errors import RegistryUnavailable
+from baton.cluster.redis_client import CALL_TIMEOUT_S, answer, close, connect
 from baton.cluster.workers import WorkerRecord
 
-CALL_TIMEOUT_S = 0.5
 LISTEN_S = 5.0
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # KEYS: record, index. ARGV: json, ttl ms, worker id, channel, incarnation, draining ("1"/"0").
 # Birth-ordered incarnations (16 hex digits first) fence an older life that wakes up late.
@@ -60,18 +50,16 @@ return 1
 """
 
 # KEYS: index, epoch. ARGV: record key prefix, an epoch to set when there is none.
-# A new epoch tells readers that Redis lost its data, so that absence means nothing yet.
+# A new epoch tells readers that Redis lost its data, so that absence means nothing yet. Writing it
+# each time shows whether workers can write their heartbeats: if not, absence means nothing either.
 _LIST = """
-local epoch = redis.call('GET', KEYS[2])
-if not epoch then
-  epoch = ARGV[2]
-  redis.call('SET', KEYS[2], epoch)
-end
+local epoch = redis.call('GET', KEYS[2]) or ARGV[2]
+local writable = redis.pcall('SET', KEYS[2], epoch).ok and '1' or '0'
 local now = redis.call('TIME')
-local found = {epoch, string.format('%010d%06d', now[1], now[2])}
+local found = {epoch, writable, string.format('%010d%06d', now[1], now[2])}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local value = redis.call('GET', ARGV[1] .. id)
-  if value then found[#found + 1] = value else redis.call('SREM', KEYS[1], id) end
+  if value then found[#found + 1] = value else redis.pcall('SREM', KEYS[1], id) end
 end
 return found
 """
@@ -79,9 +67,11 @@ return found
 
 @dataclass(frozen=True)
 class Listing:
-    """One read of the registry. `beats[i]` is Redis' clock (s) at the heartbeat of `records[i]`."""
+    """One read of the registry. `beats[i]` is Redis' clock (s) at the heartbeat of `records[i]`.
+    Not `writable`: Redis is read-only or full, and records expire though their workers live."""
 
     epoch: str
+    writable: bool
     now_s: float
     records: tuple[WorkerRecord, ...]
     beats: tuple[float, ...]
@@ -91,14 +81,8 @@ class Registry:
     """Worker records in one Redis; safe to share between tasks of one event loop."""
 
     def __init__(self, url: str, namespace: str = "baton") -> None:
-        self._redis: aioredis.Redis = aioredis.Redis.from_url(
-            url,
-            socket_timeout=CALL_TIMEOUT_S,
-            socket_connect_timeout=CALL_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=5,
-        )
-        self._namespace = namespace
+        self._redis = connect(url)
+        self._namespace = f"{{{namespace}}}"  # a hash tag: one slot of a Redis Cluster holds it all
         self._publish = self._redis.register_script(_PUBLISH)
         self._withdraw = self._redis.register_script(_WITHDRAW)
         self._list = self._redis.register_script(_LIST)
@@ -114,13 +98,13 @@ class Registry:
             "1" if record.load.draining else "0",
         ]
         keys = [self._key(record.worker_id), self._index]
-        return bool(await _call(self._publish(keys=keys, args=arguments)))
+        return bool(await answer(self._publish(keys=keys, args=arguments)))
 
     async def withdraw(self, record: WorkerRecord) -> bool:
         """Removes the record if it is still this incarnation's."""
         keys = [self._key(record.worker_id), self._index]
         arguments = [record.incarnation, record.worker_id, self._channel]
-        return bool(await _call(self._withdraw(keys=keys, args=arguments)))
+        return bool(await answer(self._withdraw(keys=keys, args=arguments)))
 
     async def list(self) -> list[WorkerRecord]:
         return list((await self.read()).records)
@@ -129,28 +113,29 @@ class Registry:
         """All live records with their heartbeats, sorted by worker id."""
         keys = [self._index, f"{self._namespace}:epoch"]
         arguments = [self._key(""), secrets.token_hex(8)]
-        found: list[bytes] = await _call(self._list(keys=keys, args=arguments))
-        epoch, now, *values = found
+        found: list[bytes] = await answer(self._list(keys=keys, args=arguments))
+        epoch, writable, now, *values = found
         parsed = sorted(_parse(values), key=lambda pair: pair[1].worker_id)
         return Listing(
             epoch=epoch.decode(),
+            writable=writable == b"1",
             now_s=int(now) / 1e6,
             records=tuple(record for _, record in parsed),
             beats=tuple(beat for beat, _ in parsed),
         )
 
     async def ping(self) -> None:
-        await _call(self._redis.ping())
+        await answer(self._redis.ping())
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yields once when subscribed and then on every change, until Redis goes away."""
-        pubsub: PubSub = self._redis.pubsub(ignore_subscribe_messages=True)
+        pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
         try:
-            await _call(pubsub.subscribe(self._channel))
+            await answer(pubsub.subscribe(self._channel))
             yield
             while True:
                 # None after the wait; the next one also sends the connection's health check.
-                message: object = await _call(
+                message: object = await answer(
                     pubsub.get_message(timeout=LISTEN_S), LISTEN_S + CALL_TIMEOUT_S
                 )
                 if message is not None:
@@ -159,7 +144,7 @@ class Registry:
             await pubsub.aclose()
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await close(self._redis)
 
     @property
     def _index(self) -> str:
@@ -182,18 +167,3 @@ def _parse(values: list[bytes]) -> list[tuple[float, WorkerRecord]]:
         except ValueError as error:
             _log.warning("Ignored a registry entry: %s", error)
     return parsed
-
-
-async def _call(call: Awaitable[T] | Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
-    task = asyncio.current_task()
-    cancels = task.cancelling() if task else 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await call
-    except (RedisError, OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {timeout_s} s"
-        raise RegistryUnavailable(f"Redis is not available: {reason}") from error
-    finally:
-        # The client waits with asyncio.wait_for, which loses a cancellation that meets a result.
-        if task and task.cancelling() > cancels:
-            raise asyncio.CancelledError
