@@ -43,7 +43,8 @@ class Reservation:
 
     seq: Sequence
     num_held: int
-    """Leading prompt blocks that were in the prefix cache, now pinned."""
+    """Leading prompt blocks that need not come: in the prefix cache, now pinned, or outside every
+    window."""
     num_promised: int
     next_generation: int = 0
     state: State = State.RESERVED
@@ -148,7 +149,7 @@ class Reservations:
             raise NoFreeBlocks(f"{scheduler.config.max_num_seqs} sequences run or are promised")
         if scheduler.waiting:
             raise NoFreeBlocks(f"{len(scheduler.waiting)} sequences wait for blocks")
-        held = blocks.reusable_prefix(seq)
+        held = blocks.known_of_handoff(seq)
         # One more block per choice, so that it is not preempted as soon as it starts.
         wanted = blocks.blocks_for(seq.num_initial_tokens) + len(seq.choices)
         promised = min(wanted, blocks.num_blocks) - len(held)

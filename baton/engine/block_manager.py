@@ -11,13 +11,16 @@ Every block has exactly one state:
 
 A holder is a sequence or a hand-off in flight. `publish` gives a full, computed block its
 hash; full blocks are never written again, so sharing them needs no copy. A promise is a
-number of blocks kept back for hand-offs that will come; it names no block.
+number of blocks kept back for hand-offs that will come; it names no block. In a model whose
+layers all have a window, a sequence gives back the blocks that no layer will see again (its
+table then holds `NO_BLOCK` there); until they are evicted they are still found by their hash.
 Invariant: free + cached + held = total, and promised ≤ free + cached.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from baton.engine.sequence import NO_BLOCK
 from baton.engine.sequence import Sequence as TokenSequence
 
 
@@ -26,12 +29,20 @@ class NoFreeBlocks(Exception):
 
 
 class BlockManager:
-    """Reference counts, the prefix cache with its eviction order, and promises."""
+    """Reference counts, the prefix cache with its eviction order, and promises. `window`: how
+    many tokens, itself included, a token sees at most; None when some layer sees them all."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_cache: bool = True,
+        window: int | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self.window = window
         self.num_promised = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -55,10 +66,15 @@ class BlockManager:
 
     def can_take(self, new: int, reused: Iterable[int]) -> bool:
         """Whether `new` blocks may be allocated beside acquiring the `reused` ones."""
-        return new + sum(self._refs[block] == 0 for block in reused) <= self.num_available
+        unheld = sum(block != NO_BLOCK and self._refs[block] == 0 for block in reused)
+        return new + unheld <= self.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_outside(self, num_tokens: int) -> int:
+        """Leading blocks that the token after `num_tokens` and all later ones do not see."""
+        return 0 if self.window is None else max(0, num_tokens + 1 - self.window) // self.block_size
 
     # --- promises ---------------------------------------------------------------------------
 
@@ -83,6 +99,8 @@ class BlockManager:
     def acquire(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each held or cached block."""
         for block in blocks:
+            if block == NO_BLOCK:
+                continue
             if self._refs[block] == 0:
                 del self._cached[block]
             self._refs[block] += 1
@@ -90,6 +108,8 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference to each. The end of a prefix is evicted before its beginning."""
         for block in reversed(blocks):
+            if block == NO_BLOCK:
+                continue
             if self._refs[block] < 1:
                 raise ValueError(f"block {block} released but held by nobody")
             self._refs[block] -= 1
@@ -136,14 +156,44 @@ class BlockManager:
     def reusable_prefix(self, seq: TokenSequence) -> list[int]:
         """Cached blocks `seq` may start from. Its last token is always left to compute: the
         logits of that position are needed."""
-        if not self.enable_prefix_cache:
-            return []
-        hashes = seq.full_block_hashes(self.block_size, len(seq.token_ids) - 1)
-        return self.match_prefix(hashes)
+        hashes = self._reusable_hashes(seq)
+        return self.match_prefix(hashes) if self.window is None else self._match_window(hashes)
+
+    def known_of_handoff(self, seq: TokenSequence) -> list[int]:
+        """Leading blocks that a hand-off of all of `seq`'s tokens need not bring: outside every
+        window of what follows, or cached here."""
+        outside = self.num_outside(len(seq.token_ids))
+        return [NO_BLOCK] * outside + self.match_prefix(self._reusable_hashes(seq)[outside:])
+
+    def give_back_outside(self, seq: TokenSequence) -> None:
+        """Gives back the blocks that no token of `seq` will see again."""
+        first, end = seq.num_outside_blocks, self.num_outside(seq.num_computed_tokens)
+        if end > first:
+            # The first to be evicted is the one that the fewest prefixes could still use.
+            self.release(seq.block_table[first:end][::-1])
+            seq.block_table[first:end] = [NO_BLOCK] * (end - first)
 
     def release_sequence(self, seq: TokenSequence) -> None:
         self.release(seq.block_table)
         seq.block_table = []
+
+    def _reusable_hashes(self, seq: TokenSequence) -> list[bytes]:
+        if not self.enable_prefix_cache:
+            return []
+        return seq.full_block_hashes(self.block_size, len(seq.token_ids) - 1)
+
+    def _match_window(self, hashes: Sequence[bytes]) -> list[int]:
+        """The longest prefix of which all that its next token sees is cached."""
+        found = [self._block_of.get(digest, NO_BLOCK) for digest in hashes]
+        run_start = best = 0
+        for position, block in enumerate(found):
+            if block == NO_BLOCK:
+                run_start = position + 1
+            outside = self.num_outside((position + 1) * self.block_size)
+            if run_start == 0 or run_start <= outside <= position:
+                best = position + 1
+        outside = self.num_outside(best * self.block_size)
+        return [NO_BLOCK] * outside + found[outside:best]
 
     def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Raises RuntimeError when the books do not add up. With `holders` (the tables of all
@@ -159,7 +209,7 @@ class BlockManager:
         if {d: b for b, d in self._hash_of.items()} != self._block_of:
             raise RuntimeError("hash index and blocks disagree")
         if holders is not None:
-            counts = Counter(block for table in holders for block in table)
+            counts = Counter(block for table in holders for block in table if block != NO_BLOCK)
             wrong = {b: (self._refs[b], counts[b]) for b in range(self.num_blocks)
                      if self._refs[b] != counts[b]}  # fmt: skip
             if wrong:

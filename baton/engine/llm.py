@@ -58,7 +58,9 @@ class LLM:
             eos_token_ids=model_config.eos_token_ids,
         )
         cache = KVCache(KVLayout.of(model_config, block_size, dtype), num_blocks)
-        blocks = BlockManager(num_blocks, block_size, enable_prefix_cache)
+        blocks = BlockManager(
+            num_blocks, block_size, enable_prefix_cache, model_config.widest_window
+        )
         self.engine = Engine(
             DecodeScheduler(self.config, blocks),
             blocks,

@@ -73,6 +73,12 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def widest_window(self) -> int | None:
+        """How many tokens a token sees at most; None when some layer sees them all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def rotary_dim(self) -> int:
         """Leading values of a head (or, with `latent`, of its rotated part) that are rotated."""
         whole = self.head_dim if self.latent is None else self.latent.rope_dim

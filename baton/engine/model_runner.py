@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.engine.kv_cache import KVCache
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.ops.attention import AttentionBatch, DecodeGroup, PrefillChunk, Rows, Window
-from baton.engine.sequence import ScheduledBatch, ScheduledSequence
+from baton.engine.sequence import ScheduledBatch, ScheduledSequence, Sequence
 
 
 class ModelRunner:
@@ -79,30 +79,40 @@ class ModelRunner:
         return AttentionBatch(slots, decodes, tuple(prefills))
 
     def _decode_group(self, items: ListOf[ScheduledSequence]) -> DecodeGroup:
-        lengths = [item.seq.num_computed_tokens + 1 for item in items]
+        tables = [self._seen_blocks(item.seq) for item in items]
+        lengths = [self._num_seen(item.seq) + 1 for item in items]
         longest = max(lengths)
         width = self._num_blocks(longest)
         table: list[int] = []
-        for item, length in zip(items, lengths, strict=True):
+        for blocks, length in zip(tables, lengths, strict=True):
             count = self._num_blocks(length)
             # A short row is padded with a block of its own: it never reads another sequence's.
-            table += item.seq.block_table[:count] + item.seq.block_table[:1] * (width - count)
+            table += blocks[:count] + blocks[:1] * (width - count)
         masks = {
             window: _decode_mask(lengths, window, self.model.dtype) for window in self._windows
         }
         return DecodeGroup(len(items), longest, self._rows(table, len(items)), masks)
 
     def _prefill_chunk(self, item: ScheduledSequence, start: int) -> PrefillChunk:
-        computed, new = item.seq.num_computed_tokens, item.num_new_tokens
+        computed, new = self._num_seen(item.seq), item.num_new_tokens
         length = computed + new
         rows = None
         if computed:
-            rows = self._rows(item.seq.block_table[: self._num_blocks(length)])
+            rows = self._rows(self._seen_blocks(item.seq)[: self._num_blocks(length)])
         masks = {
             window: _prefill_mask(computed, length, window, self.model.dtype)
             for window in self._windows
         }
         return PrefillChunk(start, start + new, length, rows, masks)
+
+    def _seen_blocks(self, seq: Sequence) -> list[int]:
+        """Without the blocks outside every window: masks count from the first one left."""
+        return seq.block_table[seq.num_outside_blocks :]
+
+    def _num_seen(self, seq: Sequence) -> int:
+        """Computed tokens in those blocks."""
+        outside = seq.num_outside_blocks * self.kv_cache.layout.block_size
+        return seq.num_computed_tokens - outside
 
     def _rows(self, block_ids: list[int], num_seqs: int = 1) -> Rows:
         first = block_ids[0]

@@ -172,6 +172,7 @@ class Scheduler:
         prompt = max(0, min(seq.num_computed_tokens, seq.num_initial_tokens) - start)
         self.prefill_tokens_computed += max(0, prompt - again)
         self.blocks.publish_computed(seq)
+        self.blocks.give_back_outside(seq)
 
     def _output(self, seq: Sequence, token: SampledToken, choice: int, index: int) -> StepOutput:
         reason = finish_reason(token.token_id, index + 1, seq.sampling, self.config.eos_token_ids)

@@ -6,6 +6,7 @@ Before its first token a request with n > 1 is a single sequence that draws n to
 """
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +15,9 @@ from baton.block_hash import block_hash, root_hash
 from baton.engine.sampling_params import SamplingParams
 
 _ids = itertools.count()
+
+NO_BLOCK = -1
+"""Stands in a block table for a leading block that was given back: no layer sees it any more."""
 
 
 class FinishReason(Enum):
@@ -77,6 +81,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_outside_blocks(self) -> int:
+        """Leading blocks of the table that were given back."""
+        return bisect_right(self.block_table, NO_BLOCK, key=lambda block: min(block, 0))
 
     @property
     def num_uncomputed_tokens(self) -> int:

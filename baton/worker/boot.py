@@ -53,7 +53,12 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
         raise SettingsError(str(error)) from error
     config = _engine_config(settings, model_config, num_blocks, stored)
     cache = KVCache(layout, num_blocks)
-    blocks = BlockManager(num_blocks, settings.block_size, settings.enable_prefix_cache)
+    blocks = BlockManager(
+        num_blocks,
+        settings.block_size,
+        settings.enable_prefix_cache,
+        model_config.widest_window,
+    )
     engine = Engine(
         scheduler_type(config, blocks),
         blocks,

@@ -83,7 +83,7 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         eos_token_ids=model_config.eos_token_ids,
         fingerprint="tiny",
     )
-    blocks = BlockManager(num_blocks, settings.block_size)
+    blocks = BlockManager(num_blocks, settings.block_size, window=model_config.widest_window)
     engine = Engine(
         scheduler_type(config, blocks),
         blocks,

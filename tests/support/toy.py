@@ -16,7 +16,7 @@ from baton.engine.engine import Engine
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import DecodeScheduler, PrefillScheduler, Scheduler
-from baton.engine.sequence import ScheduledBatch, Sequence, StepOutput
+from baton.engine.sequence import NO_BLOCK, ScheduledBatch, Sequence, StepOutput
 
 VOCAB = 97
 
@@ -24,7 +24,8 @@ VOCAB = 97
 class ToyRunner:
     """Counts what it computed; `batches` holds (seq_id, num_new_tokens) per item per step."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+        self.window = window
         self.block_size = block_size
         self.kv = [[-1] * block_size for _ in range(num_blocks)]
         self.tokens_computed = 0
@@ -49,11 +50,14 @@ class ToyRunner:
 
     def _read(self, seq: Sequence, num_new: int) -> list[int]:
         end = seq.num_computed_tokens + num_new
-        tokens = [
-            self.kv[seq.block_table[p // self.block_size]][p % self.block_size] for p in range(end)
-        ]
-        assert tokens == seq.token_ids[:end], f"sequence {seq.seq_id} read foreign KV"
-        return tokens
+        window = end if self.window is None else self.window
+        first = max(0, seq.num_computed_tokens + 1 - window)
+        tables = [seq.block_table[p // self.block_size] for p in range(first, end)]
+        assert NO_BLOCK not in tables, f"sequence {seq.seq_id} gave back what it still sees"
+        slots = zip(tables, range(first, end), strict=True)
+        tokens = [self.kv[block][p % self.block_size] for block, p in slots]
+        assert tokens == seq.token_ids[first:end], f"sequence {seq.seq_id} read foreign KV"
+        return tokens[-window:]
 
 
 def toy_logits(context: list[int]) -> torch.Tensor:
@@ -63,13 +67,18 @@ def toy_logits(context: list[int]) -> torch.Tensor:
 
 
 def toy_engine(
-    role: str = "decode", *, num_blocks: int = 64, block_size: int = 4, **config: object
+    role: str = "decode",
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    window: int | None = None,
+    **config: object,
 ) -> tuple[Engine[Scheduler], ToyRunner]:
     settings = {"chunk_size": 16, "max_num_seqs": 8, **config}
     engine_config = EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
-    blocks = BlockManager(num_blocks, block_size, engine_config.enable_prefix_cache)
+    blocks = BlockManager(num_blocks, block_size, engine_config.enable_prefix_cache, window)
     scheduler_type = {"decode": DecodeScheduler, "prefill": PrefillScheduler}[role]
-    runner = ToyRunner(num_blocks, block_size)
+    runner = ToyRunner(num_blocks, block_size, window)
     scheduler = scheduler_type(engine_config, blocks)
     return Engine(scheduler, blocks, runner, Sampler(engine_config.eos_token_ids)), runner
 
@@ -98,8 +107,10 @@ def texts(outputs: list[StepOutput]) -> dict[tuple[int, int], list[int]]:
     return result
 
 
-def solo(prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
+def solo(
+    prompt: list[int], sampling: SamplingParams, window: int | None = None
+) -> dict[int, list[int]]:
     """Choice → tokens of the request alone in a fresh engine without prefix cache."""
-    engine, _ = toy_engine(num_blocks=512, enable_prefix_cache=False)
+    engine, _ = toy_engine(num_blocks=512, window=window, enable_prefix_cache=False)
     engine.add(Sequence(prompt, sampling))
     return {choice: tokens for (_, choice), tokens in texts(run_to_end(engine)).items()}

@@ -130,12 +130,13 @@ def test_a_stop_token_ends_a_choice_with_reason_stop_only_after_min_tokens() -> 
     assert len(tokens) >= 6 and free[2] not in tokens[:5]
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("trial", range(20))
 def test_random_load_with_aborts_and_a_tiny_pool_keeps_every_text_and_every_block(
-    trial: int,
+    trial: int, window: int | None
 ) -> None:
     rng = random.Random(trial)
-    engine, _ = toy_engine(num_blocks=24, max_num_seqs=6, chunk_size=8)
+    engine, _ = toy_engine(num_blocks=24, window=window, max_num_seqs=6, chunk_size=8)
     shared = [prompt(rng.randrange(1, 30), 50 + i) for i in range(3)]
     expected, aborted, outputs = {}, set(), []
     for _ in range(60):
@@ -164,7 +165,7 @@ def test_random_load_with_aborts_and_a_tiny_pool_keeps_every_text_and_every_bloc
     for group, (tokens, sampling) in expected.items():
         if group not in aborted:
             mine = {c: t for (g, c), t in got.items() if g == group}
-            assert mine == solo(tokens, sampling)
+            assert mine == solo(tokens, sampling, window)
     assert engine.blocks.num_free == 24
 
 
