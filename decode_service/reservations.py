@@ -16,6 +16,7 @@ that is still open when a newer one comes is fenced: told to end, and waited for
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -50,6 +51,7 @@ class Reservation:
     state: State = State.RESERVED
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     first_tokens: tuple[FirstToken, ...] = ()
+    committed_at: float | None = None
     on_committed: Callable[[], None] = lambda: None
     on_frame: Callable[[], None] = lambda: None
     """The sender is alive: renews the lease."""
@@ -126,6 +128,7 @@ class Reservations:
         """All KV has landed: the live choices join the running batch."""
         if reservation.state is not State.RECEIVING:
             raise HandoffRefused("the request has ended")
+        reservation.committed_at = time.monotonic()
         self._engine.apply(lambda: self._join(reservation, first_tokens))
         reservation.state = State.COMMITTED
         reservation.first_tokens = first_tokens

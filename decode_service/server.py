@@ -1,5 +1,6 @@
 """The Decode service: protobuf in, protobuf out, errors to statuses."""
 
+import time
 from contextlib import aclosing
 
 import grpc
@@ -13,6 +14,7 @@ from baton.worker.translate import (
     output_to_pb,
     prompt_from_pb,
     sampling_from_pb,
+    step_to_pb,
 )
 from decode_service.inbox import Inbox
 from decode_service.worker import DecodeWorker, Done, Event, GenerateJob, Reserved
@@ -66,7 +68,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 lease_s=event.lease_s,
                 offer=self._inbox.offer(),
             )
-            return pb.GenerateEvent(reserved=pb.Reserved(reservation=reservation))
+            reserved = pb.Reserved(
+                reservation=reservation, received_at=event.received_at, sent_at=time.monotonic()
+            )
+            return pb.GenerateEvent(reserved=reserved)
         if isinstance(event, Done):
             return pb.GenerateEvent(done=pb.GenerateDone(**vars(event)))
-        return pb.GenerateEvent(tokens=pb.Tokens(tokens=[output_to_pb(o) for o in event]))
+        tokens = pb.Tokens(
+            tokens=[output_to_pb(output) for output in event.outputs],
+            step=step_to_pb(event.progress) if event.progress else None,
+            ready_at=event.ready_at,
+        )
+        return pb.GenerateEvent(tokens=tokens)

@@ -15,7 +15,7 @@ from baton.engine.async_engine import AsyncEngine
 from baton.engine.kv_cache import KVCache
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import DecodeScheduler
-from baton.engine.sequence import FinishReason, Sequence, StepOutput
+from baton.engine.sequence import FinishReason, Progress, Sequence, StepOutput
 from baton.engine.transfer.base import HandoffRefused
 from baton.worker.activity import Activity
 from baton.worker.faults import LeaseExpired
@@ -39,6 +39,17 @@ class Reserved:
     id: str
     held_blocks: tuple[int, ...]
     lease_s: float
+    received_at: float
+    """This and `ready_at`: monotonic clock of this process."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one step drew; `ready_at`, in the first one, is when the request could be scheduled."""
+
+    outputs: list[StepOutput]
+    progress: Progress | None
+    ready_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Done:
     decode_s: float
 
 
-Event = Reserved | list[StepOutput] | Done
+Event = Reserved | Stepped | Done
 
 
 class _Lease:
@@ -82,7 +93,7 @@ class _Tally:
     def __init__(self, choices: tuple[int, ...]) -> None:
         self._left = set(choices)
         self._seqs: dict[int, Sequence] = {}
-        self._reserved_at = self._began_at = time.monotonic()
+        self._reserved_at = self.began_at = time.monotonic()
         self.num_cached_tokens = 0
 
     @property
@@ -91,7 +102,7 @@ class _Tally:
 
     def begin(self, reservation: Reservation | None) -> None:
         """Decoding begins; choices that ended on prefill's token are over already."""
-        self._began_at = time.monotonic()
+        self.began_at = time.monotonic()
         if reservation is not None:
             self._left -= {f.choice for f in reservation.first_tokens if f.finish_reason}
 
@@ -107,8 +118,8 @@ class _Tally:
             num_cached_tokens=max((s.num_cached_tokens for s in seqs if prefilled_here), default=0),
             num_recomputed_tokens=sum(s.num_recomputed_tokens for s in seqs),
             num_preemptions=sum(s.num_preemptions for s in seqs),
-            handoff_s=self._began_at - self._reserved_at,
-            decode_s=time.monotonic() - self._began_at,
+            handoff_s=self.began_at - self._reserved_at,
+            decode_s=time.monotonic() - self.began_at,
         )
 
 
@@ -128,7 +139,7 @@ class DecodeWorker:
         self._groups: dict[str, int] = {}
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[Event, None]:
-        """Reserved, then tokens by step, then Done. Closing it gives everything back.
+        """Reserved, then Stepped by step, then Done. Closing it gives everything back.
 
         Raises NoFreeBlocks, QueueFull, Draining, LeaseExpired, EngineFailed, or ValueError when
         the request can never fit."""
@@ -140,10 +151,13 @@ class DecodeWorker:
                 yield reserved
                 await lease.wait()
                 tally.begin(reservation)
+                ready_at = reserved.received_at if reservation is None else reservation.committed_at
                 while not tally.all_ended:
                     outputs = await stream.next()
                     tally.add(outputs)
-                    yield [output for output in outputs if output.token is not None]
+                    drawn = [output for output in outputs if output.token is not None]
+                    yield Stepped(drawn, outputs[0].progress, ready_at)
+                    ready_at = None
             yield tally.done(job.prefill_here)
 
     def _sequence(self, job: GenerateJob) -> Sequence:
@@ -210,12 +224,13 @@ class DecodeWorker:
         self, seq: Sequence, job: GenerateJob
     ) -> Iterator[tuple[Reserved, _Lease, Reservation | None]]:
         """Room for the request, until the context closes."""
+        received_at = time.monotonic()
         lease = _Lease(self._lease_s)
         if job.prefill_here:
             self._engine.engine.add(seq)
             lease.done.set()
             with self._named(secrets.token_hex(16), seq) as name:
-                yield Reserved(name, (), 0.0), lease, None
+                yield Reserved(name, (), 0.0, received_at), lease, None
             return
         reservation = self._reservations.reserve(seq)
         reservation.on_committed = lease.done.set
@@ -224,7 +239,7 @@ class DecodeWorker:
         self._activity.transfers.in_flight += 1
         try:
             with self._named(reservation.id, seq) as name:
-                yield Reserved(name, held, self._lease_s), lease, reservation
+                yield Reserved(name, held, self._lease_s, received_at), lease, reservation
         finally:
             self._activity.transfers.in_flight -= 1
             self._reservations.cancel(reservation)

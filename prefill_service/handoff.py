@@ -5,7 +5,9 @@ complete and which the sequence still holds: the owner calls `stop` before endin
 """
 
 import asyncio
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import Sequence, StepOutput
@@ -22,6 +24,8 @@ class Handoff:
         self.sender = sender
         self.blocks_sent = 0
         self.committed = False
+        self.transfers: list[tuple[float, float]] = []
+        """When KV was on its way, monotonic clock: one span per chunk, and the commit's."""
         self._layout = layout
         self._seq = seq
         self._held = frozenset(held)
@@ -58,7 +62,8 @@ class Handoff:
             while isinstance(done := await self._progress.get(), int):
                 await self._send_until(done // block_size)
             await self._send_until(-(-self._seq.num_initial_tokens // block_size))
-            await self.sender.commit(done)
+            with self._timed():
+                await self.sender.commit(done)
         finally:
             await self.sender.abort()
 
@@ -68,6 +73,14 @@ class Handoff:
         num_layers = self._layout.num_layers
         layer_block_bytes = self._layout.bytes_per_block // num_layers
         frame_bytes = self.sender.frame_bytes
-        for plan in plan_frames(positions, num_layers, layer_block_bytes, frame_bytes):
-            await self.sender.send(plan)
+        if positions:
+            with self._timed():
+                for plan in plan_frames(positions, num_layers, layer_block_bytes, frame_bytes):
+                    await self.sender.send(plan)
         self.blocks_sent += len(positions)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.transfers.append((start, time.monotonic()))

@@ -1,14 +1,21 @@
 """The Prefill service: protobuf in, protobuf out, errors to statuses. The work is elsewhere."""
 
+import time
 from contextlib import aclosing
 from functools import partial
 
 import grpc
 
+from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.v1 import prefill_pb2 as pb
-from baton.v1 import prefill_pb2_grpc
 from baton.worker.faults import status_of_faults
-from baton.worker.translate import continuation_of, output_to_pb, prompt_from_pb, sampling_from_pb
+from baton.worker.translate import (
+    continuation_of,
+    output_to_pb,
+    prompt_from_pb,
+    sampling_from_pb,
+    step_to_pb,
+)
 from prefill_service.pairs import Pairs
 from prefill_service.worker import Done, Event, PrefillJob, PrefillWorker, Started
 
@@ -52,10 +59,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 def _to_pb(event: Event) -> pb.PrefillEvent:
     if isinstance(event, Started):
         started = pb.PrefillStarted(
-            num_cached_tokens=event.num_cached_tokens, queue_s=event.queue_s
+            **vars(event),
+            queue_s=event.started_at - event.received_at,
+            sent_at=time.monotonic(),
         )
         return pb.PrefillEvent(started=started)
     if isinstance(event, Done):
-        return pb.PrefillEvent(done=pb.PrefillDone(**vars(event)))
-    tokens = [output_to_pb(output) for output in event]
-    return pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens))
+        spans = [common_pb2.Span(start=start, end=end) for start, end in event.transfers]
+        done = pb.PrefillDone(**{**vars(event), "transfers": spans})
+        return pb.PrefillEvent(done=done)
+    tokens = [output_to_pb(output) for output in event.outputs]
+    steps = [step_to_pb(progress) for progress in event.chunks]
+    return pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens, steps=steps))

@@ -13,7 +13,7 @@ from baton.engine.async_engine import AsyncEngine, Stream
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PrefillScheduler
-from baton.engine.sequence import Sequence, StepOutput
+from baton.engine.sequence import Progress, Sequence, StepOutput
 from baton.engine.transfer.base import KVSender
 from baton.worker.activity import Activity
 from prefill_service.handoff import Handoff
@@ -21,8 +21,19 @@ from prefill_service.handoff import Handoff
 
 @dataclass(frozen=True)
 class Started:
+    """Times here and below are on this process's monotonic clock."""
+
     num_cached_tokens: int
-    queue_s: float
+    received_at: float
+    started_at: float
+
+
+@dataclass(frozen=True)
+class Firsts:
+    """The first token of every choice, and the steps that computed the prompt."""
+
+    outputs: tuple[StepOutput, ...]
+    chunks: tuple[Progress, ...]
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Done:
     blocks_sent: int
     finished: bool
     transport: str
+    transfers: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class PrefillJob:
     held_blocks: Collection[int] = ()
 
 
-Event = Started | tuple[StepOutput, ...] | Done
+Event = Started | Firsts | Done
 
 
 class PrefillWorker:
@@ -73,13 +85,13 @@ class PrefillWorker:
             async with self._handoff(job, seq) as handoff:
                 step = await stream.next()
                 started = queued if seq.started_at is None else seq.started_at
-                yield Started(seq.num_cached_tokens, started - queued)
-                firsts = await self._follow(stream, step, seq, handoff)
+                yield Started(seq.num_cached_tokens, queued, started)
+                firsts = await self._follow(stream, step, handoff)
                 first_at = time.monotonic()
                 yield firsts
-                finished = all(output.finish_reason for output in firsts)
+                finished = all(output.finish_reason for output in firsts.outputs)
                 if handoff and not finished:
-                    await handoff.complete(firsts)
+                    await handoff.complete(firsts.outputs)
             yield Done(
                 num_computed_tokens=seq.num_initial_tokens - seq.num_cached_tokens,
                 compute_s=first_at - started,
@@ -88,6 +100,7 @@ class PrefillWorker:
                 blocks_sent=handoff.blocks_sent if handoff else 0,
                 finished=finished,
                 transport=handoff.sender.transport if handoff else "",
+                transfers=tuple(handoff.transfers) if handoff else (),
             )
 
     def _sequence(self, job: PrefillJob) -> Sequence:
@@ -109,16 +122,19 @@ class PrefillWorker:
     async def _follow(
         self,
         stream: Stream,
-        step: list[StepOutput],
-        seq: Sequence,
+        outputs: list[StepOutput],
         handoff: Handoff | None,
-    ) -> tuple[StepOutput, ...]:
+    ) -> Firsts:
         """Through the chunks, until a step yields the first tokens."""
-        while step[0].token is None:
-            if handoff:
-                handoff.advance(step[0].num_computed_tokens)
-            step = await stream.next()
-        return tuple(step)
+        chunks = []
+        while True:
+            if (progress := outputs[0].progress) is not None:
+                chunks.append(progress)
+                if handoff and outputs[0].token is None:
+                    handoff.advance(progress.num_computed_tokens)
+            if outputs[0].token is not None:
+                return Firsts(tuple(outputs), tuple(chunks))
+            outputs = await stream.next()
 
     @contextlib.asynccontextmanager
     async def _handoff(self, job: PrefillJob, seq: Sequence) -> AsyncIterator[Handoff | None]:

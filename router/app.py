@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -19,8 +19,8 @@ from router.gateway import Gateway, OnLoaded
 from router.openai import errors
 from router.openai.endpoint import CHAT, COMPLETIONS, Endpoint
 from router.openai.errors import ApiError
-
-JSON = "application/json"
+from router.requests_api import requests_api
+from router.responses import JSON_TYPE, json_response
 
 
 def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
@@ -38,11 +38,13 @@ def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _wrong_path)
     app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _wrong_query)
     app.add_exception_handler(Exception, _unexpected)
     for path, kind in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETIONS)):
         app.router.routes.append(Route(path, Endpoint(gateway, kind), methods=["POST"]))
     _add_models(app, gateway)
     _add_health(app, gateway)
+    app.include_router(requests_api(gateway))
     return app
 
 
@@ -60,19 +62,19 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [description()]})
+        return json_response({"object": "list", "data": [description()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != gateway.served_name:
             raise errors.model_not_found(name)
-        return _json(description())
+        return json_response(description())
 
 
 def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health/live")
     async def live() -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/health")
     @app.get("/health/ready")
@@ -82,7 +84,7 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
         registry = gateway.directory.state
         if not loading and not missing:
             status = "ok" if registry is RegistryState.CONNECTED else "degraded"
-            return _json({"status": status, "registry": registry})
+            return json_response({"status": status, "registry": registry})
         reasons = ["the model is still loading"] if loading else []
         reasons += [f"no {role} worker is available" for role in missing]
         content = {
@@ -91,21 +93,17 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
             "missing": missing,
             "registry": registry,
         }
-        return _json(content, 503, {"retry-after": "1"})
+        return json_response(content, 503, {"retry-after": "1"})
 
     @app.get("/workers")
     async def workers() -> Response:
         """The live workers as this router sees them; `baton status` reads it."""
-        return _json({"workers": gateway.directory.snapshot()})
+        return json_response({"workers": gateway.directory.snapshot()})
 
     @app.get("/metrics")
     async def metrics() -> Response:
         content, content_type = gateway.metrics.render()
         return Response(content, media_type=content_type)
-
-
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status, headers, JSON)
 
 
 async def _wrong_path(request: Request, error: Exception) -> Response:
@@ -117,6 +115,14 @@ async def _wrong_path(request: Request, error: Exception) -> Response:
     }
     message = reasons.get(status, "The request cannot be handled.")
     return _api_error_response(request, ApiError(message, status, headers=headers))
+
+
+async def _wrong_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    wrong = errors.invalid(name, f"Invalid value for {name}: {first['msg']}.", "invalid_value")
+    return _api_error_response(request, wrong)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -132,4 +138,4 @@ async def _unexpected(request: Request, _: Exception) -> Response:
 def _api_error_response(request: Request, error: ApiError) -> Response:
     request_id = request_id_of(request.scope)
     headers = {**error.all_headers(), "x-request-id": request_id}
-    return Response(error.body(request_id), error.status, headers, JSON)
+    return Response(error.body(request_id), error.status, headers, JSON_TYPE)

@@ -6,6 +6,7 @@ What a worker says about its own fault stays in the log; clients get a plain sen
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,8 +15,10 @@ import grpc
 import grpc.aio
 
 from baton.cluster.errors import BatonError, Overloaded, WorkerUnavailable
+from baton.cluster.ledger import CallTrail
 from baton.cluster.rpc import error_from_rpc
 from baton.cluster.workers import WorkerRecord
+from router.notes import note
 
 _log = logging.getLogger(__name__)
 
@@ -49,10 +52,12 @@ class WorkerContradiction(WorkerFault):
 class WorkerCall:
     """A server-streaming RPC; `cancel` may be called at any time, any number of times."""
 
-    def __init__(self, worker: WorkerRecord, call: Any) -> None:
+    def __init__(self, worker: WorkerRecord, call: Any, trail: CallTrail) -> None:
         self.worker = worker
         self._call = call
+        self._trail = trail
         self._ahead: asyncio.Task[Any] | None = None
+        self._left = False
 
     async def read(self) -> Any:
         """The next event, None at the end of the stream."""
@@ -73,7 +78,10 @@ class WorkerCall:
             event = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._reaction(error) from error
-        return None if event is grpc.aio.EOF else event
+        if event is grpc.aio.EOF:
+            return None
+        note(event, self._trail, time.monotonic())
+        return event
 
     @asynccontextmanager
     async def answers_within(self, seconds: float) -> AsyncIterator[None]:
@@ -85,7 +93,13 @@ class WorkerCall:
             raise self.fault(f"no answer within {seconds:g} s", True) from error
 
     def cancel(self) -> None:
-        self._call.cancel()
+        if not self._left:
+            self._call.cancel()
+
+    def leave(self) -> None:
+        """Nobody reads on; the call ends when its next event has come and is noted."""
+        self._left = True
+        self.ahead().add_done_callback(lambda _: self._call.cancel())
 
     def fault(self, reason: str, unreachable: bool = False, lost_peer: bool = False) -> WorkerFault:
         _log.warning("worker %s failed: %s", self.worker.worker_id, reason)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 
@@ -27,6 +28,7 @@ from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFul
 from router.generation import BrokenSequence, Generation
 from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
+from router.notes import timed
 from router.placement import NoWorker, Pair, Placement
 
 MAX_ATTEMPTS = 3
@@ -53,30 +55,36 @@ class Conductor:
 
     async def run(self, job: Job, output: Output) -> Served:
         """Serves a job to its end. Raises BatonError when it cannot."""
-        served = Served()
+        served, waiting = Served(), job.trail.begin("admission", time.monotonic())
         async with self.admission.slot(job.queue_deadline) as slot:
+            waiting.end = time.monotonic()
             await self._serve(Leg.whole(job), output, served, slot)
         return served
 
     async def _serve(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
         """Attempts a leg until it is served; what a lost worker leaves behind goes on elsewhere."""
         full: set[str] = set()
+        trail = leg.job.trail
         while True:
+            began_at = time.monotonic()
             try:
-                pair = await self._choose(leg, full)
+                with timed(trail, "placement"):
+                    pair = await self._choose(leg, full)
             except NoWorker:
                 if not full:
                     if leg.output_token_ids:
                         raise leg.failures[-1] from None
                     raise
                 full.clear()
-                await slot.refused()
+                with timed(trail, "admission"):
+                    await slot.refused()
                 continue
             try:
                 return await self._attempt(leg, pair, output, served, slot)
             except WorkerFull as error:
                 full.add(error.worker.worker_id)
             except WorkerFault as error:
+                trail.lost(began_at, time.monotonic(), error.worker.worker_id, error.reason)
                 self._give_up_or_retry(leg, error)
                 if output.generation.num_tokens:
                     return await self._go_on(leg, output, served, slot)
@@ -106,7 +114,7 @@ class Conductor:
                 # 1) Decode promises room before any compute is spent.
                 if pair.decode is not None:
                     decode = self._open_decode(leg, pair.decode, prefill_here=pair.prefill is None)
-                    reservation = await self._reserve(decode)
+                    reservation = await self._reserve(leg, decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
                 if pair.prefill is not None:
                     await self._prefill(
@@ -122,9 +130,10 @@ class Conductor:
                 if decode is not None:
                     decode.cancel()
 
-    async def _reserve(self, decode: WorkerCall) -> common_pb2.Reservation:
-        async with decode.answers_within(self.settings.reserve_timeout_s):
-            event = await decode.read()
+    async def _reserve(self, leg: Leg, decode: WorkerCall) -> common_pb2.Reservation:
+        with timed(leg.job.trail, "reserve"):
+            async with decode.answers_within(self.settings.reserve_timeout_s):
+                event = await decode.read()
         if event is None or not event.HasField("reserved"):
             raise decode.fault("the first event was not a reservation")
         return event.reserved.reservation
@@ -141,7 +150,7 @@ class Conductor:
     ) -> None:
         """On one worker; when that is lost, on another for the same promise of room."""
         while True:
-            prefill = self._open_prefill(leg, worker, reservation)
+            prefill, opened_at = self._open_prefill(leg, worker, reservation), time.monotonic()
             try:
                 with self._counted(worker, 1):
                     return await self._follow_prefill(leg, prefill, decode, output, served, slot)
@@ -149,6 +158,7 @@ class Conductor:
                 other = await self._another_prefill(leg, fault, decode)
                 if other is None or reservation is None:
                     raise
+                leg.job.trail.lost(opened_at, time.monotonic(), worker.worker_id, fault.reason)
                 self._give_up_or_retry(leg, fault)
                 worker = other
                 reservation.generation += 1  # what the lost one may still send is refused
@@ -189,7 +199,10 @@ class Conductor:
         """Until the hand-off is committed, or every choice ended on its first token."""
         generation, answered = output.generation, False
         async with prefill.answers_within(self.settings.prefill_timeout_s):
-            while not await self._decode_began(prefill, decode) or not answered:
+            while True:
+                if await self._decode_began(prefill, decode) and answered:
+                    prefill.leave()
+                    break
                 event = await prefill.read()
                 kind = event.WhichOneof("event") if event is not None else "done"
                 if kind == "started":
@@ -199,7 +212,7 @@ class Conductor:
                 elif kind == "first_tokens":
                     answered = True
                     tokens = event.first_tokens.tokens
-                    await self._deliver(tokens, prefill, output, served, again=True)
+                    await self._deliver(leg, tokens, prefill, output, served, again=True)
                     if self._ended_here(leg, generation, tokens):
                         return
                 elif kind == "done":
@@ -233,7 +246,7 @@ class Conductor:
             kind = event.WhichOneof("event")
             if kind == "tokens":
                 tokens = event.tokens.tokens
-                await self._deliver(tokens, decode, output, served)
+                await self._deliver(leg, tokens, decode, output, served)
                 if not generation.unfinished(leg.choices):
                     break
                 for choice in set(generation.ended_by_text(tokens)) - told:
@@ -259,6 +272,7 @@ class Conductor:
 
     async def _deliver(
         self,
+        leg: Leg,
         tokens: Sequence[common_pb2.Token],
         call: WorkerCall,
         output: Output,
@@ -266,6 +280,8 @@ class Conductor:
         again: bool = False,
     ) -> None:
         """`again`: an earlier attempt may have given some of them."""
+        if not tokens:
+            return  # a chunk of a prompt: nothing was drawn
         served.last_token_at = time.monotonic()
         served.first_token_at = served.first_token_at or served.last_token_at
         try:
@@ -273,8 +289,13 @@ class Conductor:
             deltas = output.generation.push(fresh)
         except BrokenSequence as error:
             raise call.contradiction(str(error)) from error
-        if deltas:
-            await output.deliver(deltas)
+        decoded = time.monotonic()
+        rendered = output.render(deltas)
+        rendered_at = sent_at = time.monotonic()
+        if rendered:
+            await output.send(rendered)
+            sent_at = time.monotonic()
+        leg.job.trail.delivered(len(deltas), served.last_token_at, decoded, rendered_at, sent_at)
 
     @staticmethod
     def _ended_here(leg: Leg, generation: Generation, tokens: Sequence[common_pb2.Token]) -> bool:
@@ -305,7 +326,7 @@ class Conductor:
             prefill_here=prefill_here,
             continuation=leg.continuation,
         )
-        return WorkerCall(worker, stub.Generate(request, timeout=leg.job.time_left()))
+        return self._call(leg, worker, stub.Generate, request)
 
     def _open_prefill(
         self, leg: Leg, worker: WorkerRecord, destination: common_pb2.Reservation | None
@@ -319,7 +340,14 @@ class Conductor:
             cache_salt=leg.job.cache_salt,
             continuation=leg.continuation,
         )
-        return WorkerCall(worker, stub.Prefill(request, timeout=leg.job.time_left()))
+        return self._call(leg, worker, stub.Prefill, request)
+
+    @staticmethod
+    def _call(leg: Leg, worker: WorkerRecord, method: Any, request: Any) -> WorkerCall:
+        trail = leg.job.trail.call(
+            worker.worker_id, worker.role, time.monotonic(), attempt=len(leg.failures) + 1
+        )
+        return WorkerCall(worker, method(request, timeout=leg.job.time_left()), trail)
 
     async def _choose(self, leg: Leg, full: set[str]) -> Pair:
         """A pair not yet found full; after a failure another one, or a revived one."""

@@ -15,6 +15,7 @@ from baton.cluster.settings import RouterSettings
 from baton.cluster.workers import Role, WorkerRecord
 from router.admission import Admission
 from router.conductor import Conductor
+from router.ledgers import Ledgers
 from router.metrics import RouterMetrics
 from router.openai.errors import unavailable
 from router.openai.prepare import Limits, limits_of
@@ -50,6 +51,7 @@ class Gateway:
         self.channels = ChannelPool(settings.peer_timeout_s)
         self.admission = Admission(settings.max_running, settings.max_queue)
         self.metrics = RouterMetrics(self.admission)
+        self.ledgers = Ledgers(settings)
         self.model: TextModel | None = None
         self.created = int(time.time())
         self._load_model = load_model
@@ -70,6 +72,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.directory.stop()
         await self.channels.close()
+        self.ledgers.close()
         if self.model is not None:
             self.model.close()
 

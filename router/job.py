@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.cluster.ledger import Trail
 from baton.cluster.workers import WorkerRecord
 from baton.v1 import common_pb2
 from router.calls import WorkerFault
@@ -30,7 +31,11 @@ class Output(Protocol):
 
     generation: Generation
 
-    async def deliver(self, deltas: Sequence[Delta]) -> None: ...
+    def render(self, deltas: Sequence[Delta]) -> bytes:
+        """Keeps the deltas; what is to be sent for them now, if anything."""
+        ...
+
+    async def send(self, rendered: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Job:
     cache_salt: str
     queue_deadline: float
     deadline: float
+    trail: Trail = field(default_factory=Trail)
+    """Where the time goes, for the ledger."""
 
     def time_left(self) -> float:
         """For calls to workers: they end a little after the router, who tells the client."""

@@ -7,6 +7,7 @@ that names the field. Knows nothing of what the numbers are for.
 
 import secrets
 import socket
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -64,6 +65,7 @@ _PORT = "a port from 0 (any free one) to 65535"
 _REDIS = "a URL such as redis://127.0.0.1:6379/0"
 _NAME = "a name without spaces"
 _SWITCH = "true or false"
+_SIZE = "a size such as 512MiB or 2GiB"
 
 
 class CommonSettings(Settings):
@@ -101,6 +103,13 @@ class RouterSettings(CommonSettings):
     reserve_timeout_s: Seconds = option(5.0, "longest wait for decode's promise", _SECONDS)
     prefill_timeout_s: Seconds = option(120.0, "longest wait for the first token", _SECONDS)
     served_model_name: Name | None = option(None, "public name of the model", _NAME)
+    ledger_recent: Count = option(512, "ended requests kept for GET /v1/requests", _COUNT)
+    ledger_log: Path | None = option(
+        None, "file for the ledger of every request, as JSON lines", "a path"
+    )
+    ledger_log_bytes: Size = option(
+        64 << 20, "size at which the ledger log starts over; one old file is kept", _SIZE
+    )
     when_no_prefill: WhenNoPrefill = option(
         "refuse", "without a prefill worker: refuse, or let decode prefill", choices(WhenNoPrefill)
     )
@@ -123,9 +132,7 @@ class WorkerSettings(CommonSettings):
         16, "tokens per KV block", f"a power of two from 1 to {MAX_BLOCK_SIZE}"
     )
     num_blocks: Count | None = option(None, "KV blocks (default: from --kv-memory)", _COUNT)
-    kv_memory: Size = option(
-        512 << 20, "memory for the KV pool, e.g. 512MiB", "a size such as 512MiB or 2GiB"
-    )
+    kv_memory: Size = option(512 << 20, "memory for the KV pool, e.g. 512MiB", _SIZE)
     max_model_len: Count | None = option(
         None, "longest prompt plus output (default: the model's)", _COUNT
     )

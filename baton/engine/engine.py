@@ -57,15 +57,16 @@ class Engine(Generic[S]):
             batch = self.scheduler.schedule()
         if batch is None:
             return None
-        now = time.monotonic()
+        batch.step.start = time.monotonic()
         for item in batch.items:
             if item.seq.started_at is None:
-                item.seq.started_at = now
+                item.seq.started_at = batch.step.start
         try:
             sampled = self._sampler.sample(self._runner.run(batch), batch)
         except Exception as error:
             with self._changed:
                 raise StepFailed(self.scheduler.fail(batch)) from error
+        batch.step.end = time.monotonic()
         with self._changed:
             self.tokens_generated += sum(map(len, sampled))
             return self.scheduler.postprocess(batch, sampled)

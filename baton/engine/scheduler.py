@@ -19,6 +19,7 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.finish import finish_reason
 from baton.engine.sequence import (
+    Progress,
     SampledToken,
     ScheduledBatch,
     ScheduledSequence,
@@ -86,6 +87,7 @@ class Scheduler:
         batch = ScheduledBatch()
         self._fill(batch)
         batch.items.sort(key=lambda item: item.num_new_tokens > 1)  # decodes first; stable
+        batch.step.batch_size = len(batch.items)
         self._in_step = {item.seq.seq_id for item in batch.items}
         return batch if batch.items else None
 
@@ -100,11 +102,12 @@ class Scheduler:
                 self.blocks.release_sequence(item.seq)
                 continue
             self._advance(item)
+            computed = item.seq.num_computed_tokens
+            progress = Progress(batch.step, item.num_new_tokens, computed)
             if tokens:
-                outputs += self._accept(item.seq, tokens)
+                outputs += self._accept(item.seq, tokens, progress)
             else:
-                computed = item.seq.num_computed_tokens
-                outputs.append(StepOutput(item.seq, num_computed_tokens=computed))
+                outputs.append(StepOutput(item.seq, progress=progress))
         return outputs
 
     def fail(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -122,7 +125,9 @@ class Scheduler:
     def _fill(self, batch: ScheduledBatch) -> None:
         raise NotImplementedError
 
-    def _accept(self, seq: Sequence, tokens: ListOf[SampledToken]) -> list[StepOutput]:
+    def _accept(
+        self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
+    ) -> list[StepOutput]:
         raise NotImplementedError
 
     def _may_start(self, seq: Sequence, num_new_blocks: int, reused: list[int]) -> bool:
@@ -174,9 +179,11 @@ class Scheduler:
         self.blocks.publish_computed(seq)
         self.blocks.give_back_outside(seq)
 
-    def _output(self, seq: Sequence, token: SampledToken, choice: int, index: int) -> StepOutput:
+    def _output(
+        self, seq: Sequence, token: SampledToken, choice: int, index: int, progress: Progress
+    ) -> StepOutput:
         reason = finish_reason(token.token_id, index + 1, seq.sampling, self.config.eos_token_ids)
-        return StepOutput(seq, token, choice, index, reason)
+        return StepOutput(seq, token, choice, index, reason, progress)
 
 
 class PrefillScheduler(Scheduler):
@@ -185,12 +192,14 @@ class PrefillScheduler(Scheduler):
     def _fill(self, batch: ScheduledBatch) -> None:
         self._schedule_prefills(batch, self.config.chunk_size)
 
-    def _accept(self, seq: Sequence, tokens: ListOf[SampledToken]) -> list[StepOutput]:
+    def _accept(
+        self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
+    ) -> list[StepOutput]:
         self.running.remove(seq)
         self.held.append(seq)
         seq.status = SequenceStatus.HELD
         return [
-            self._output(seq, token, choice, seq.num_output_tokens)
+            self._output(seq, token, choice, seq.num_output_tokens, progress)
             for choice, token in zip(seq.choices, tokens, strict=True)
         ]
 
@@ -277,11 +286,13 @@ class DecodeScheduler(Scheduler):
         super()._advance(item)
         self.tokens_recomputed += item.seq.num_recomputed_tokens - before
 
-    def _accept(self, seq: Sequence, tokens: ListOf[SampledToken]) -> list[StepOutput]:
+    def _accept(
+        self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
+    ) -> list[StepOutput]:
         outputs = []
         for choice_seq, token in zip(self.fork(seq, seq.choices), tokens, strict=True):
             index = choice_seq.num_output_tokens
-            output = self._output(choice_seq, token, choice_seq.choice, index)
+            output = self._output(choice_seq, token, choice_seq.choice, index, progress)
             choice_seq.token_ids.append(token.token_id)
             if choice_seq is not seq:
                 insort(self.running, choice_seq, key=lambda s: s.arrival)

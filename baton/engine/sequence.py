@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from baton.block_hash import block_hash, root_hash
 from baton.engine.sampling_params import SamplingParams
@@ -126,10 +127,20 @@ class ScheduledSequence:
 
 
 @dataclass
+class Step:
+    """When a batch was computed: monotonic clock of this process, set by the engine."""
+
+    batch_size: int = 0
+    start: float = 0.0
+    end: float = 0.0
+
+
+@dataclass
 class ScheduledBatch:
     """One step. Decodes (one new token) come first; `block_copies` are (source, target) blocks
     to copy before the forward pass."""
 
+    step: Step = field(default_factory=Step)
     items: list[ScheduledSequence] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
 
@@ -144,6 +155,15 @@ class SampledToken:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Progress(NamedTuple):
+    """What a step did for one sequence."""
+
+    step: Step
+    num_new_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is complete after the step."""
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What one step did for one choice. `token` is None for a prefill chunk that did not reach
@@ -155,5 +175,5 @@ class StepOutput:
     index: int = 0
     """Position of the token in the choice's output."""
     finish_reason: FinishReason | None = None
-    num_computed_tokens: int = 0
-    """Tokens of a prompt in progress whose KV is complete."""
+    progress: Progress | None = None
+    """None for an output that no step made."""

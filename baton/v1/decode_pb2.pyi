@@ -34,16 +34,24 @@ class GenerateEvent(_message.Message):
     def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[GenerateDone, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("reservation",)
+    __slots__ = ("reservation", "received_at", "sent_at")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
     reservation: _common_pb2.Reservation
-    def __init__(self, reservation: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ...) -> None: ...
+    received_at: float
+    sent_at: float
+    def __init__(self, reservation: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ..., received_at: _Optional[float] = ..., sent_at: _Optional[float] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("tokens",)
+    __slots__ = ("tokens", "step", "ready_at")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    READY_AT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
+    step: _common_pb2.Step
+    ready_at: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ..., step: _Optional[_Union[_common_pb2.Step, _Mapping]] = ..., ready_at: _Optional[float] = ...) -> None: ...
 
 class GenerateDone(_message.Message):
     __slots__ = ("num_cached_tokens", "num_recomputed_tokens", "num_preemptions", "handoff_s", "decode_s")

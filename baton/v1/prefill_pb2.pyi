@@ -34,21 +34,29 @@ class PrefillEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("num_cached_tokens", "queue_s")
+    __slots__ = ("num_cached_tokens", "queue_s", "received_at", "started_at", "sent_at")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     queue_s: float
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    received_at: float
+    started_at: float
+    sent_at: float
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., received_at: _Optional[float] = ..., started_at: _Optional[float] = ..., sent_at: _Optional[float] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens",)
+    __slots__ = ("tokens", "steps")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
+    steps: _containers.RepeatedCompositeFieldContainer[_common_pb2.Step]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[_common_pb2.Step, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished", "transport")
+    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished", "transport", "transfers")
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +64,7 @@ class PrefillDone(_message.Message):
     BLOCKS_SENT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     num_computed_tokens: int
     compute_s: float
     transfer_s: float
@@ -63,4 +72,5 @@ class PrefillDone(_message.Message):
     blocks_sent: int
     finished: bool
     transport: str
-    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ..., transport: _Optional[str] = ..., transfers: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.sequence import FinishReason, SampledToken, StepOutput
+from baton.engine.sequence import FinishReason, Progress, SampledToken, StepOutput
 from baton.engine.transfer.base import FirstToken
 from baton.v1 import common_pb2 as pb
 from baton.v1.decode_pb2 import GenerateRequest
@@ -97,6 +97,17 @@ def output_to_pb(output: StepOutput) -> pb.Token:
     if output.token is None:
         raise ValueError("an output without a token has no message")
     return _token_to_pb(output.choice, output.token, output.index, output.finish_reason)
+
+
+def step_to_pb(progress: Progress) -> pb.Step:
+    step = progress.step
+    return pb.Step(
+        start=step.start,
+        end=step.end,
+        batch_size=step.batch_size,
+        num_tokens=progress.num_new_tokens,
+        context=progress.num_computed_tokens,
+    )
 
 
 def first_token_to_pb(first: FirstToken) -> pb.Token:

@@ -17,11 +17,13 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from baton.cluster.errors import BatonError
+from baton.cluster.ledger import Ledger
 from router.conductor import Conductor
 from router.exchange import ClientGone, Exchange
 from router.gateway import Gateway
 from router.generation import Generation
 from router.job import Job, Output, Served
+from router.notes import timed
 from router.openai import errors
 from router.openai.deadline import HEADER, time_allowed
 from router.openai.errors import ApiError, invalid
@@ -34,6 +36,7 @@ from router.text import TextModel
 
 _log = logging.getLogger(__name__)
 CLIENT_GONE = 499
+TIMING_HEADER = "x-baton-timing"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class Call:
     model: TextModel
     format: Format
     jobs: list[Job]
+    ledger: Ledger
+    timing: bool
+    """The answer says where its time went."""
 
 
 class Endpoint:
@@ -71,10 +77,11 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
+        ledger = Ledger(exchange.request_id, self._kind.name, time.monotonic(), time.time())
         status = CLIENT_GONE
         try:
             try:
-                await self._answer(exchange)
+                await self._answer(exchange, ledger)
             except ApiError as error:
                 await self._refuse(exchange, error)
             except BatonError as error:
@@ -91,22 +98,28 @@ class Endpoint:
             _log.debug("the client of request %s left", exchange.request_id)
         finally:
             self._gateway.metrics.requests.labels(self._kind.name, str(status)).inc()
+            ledger.end(status, time.monotonic())
+            self._gateway.ledgers.add(ledger)
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange, ledger: Ledger) -> None:
         arrived = asyncio.get_running_loop().time()
-        payload = _decode_json(await exchange.read_body())
+        body = await exchange.read_body()
         deadline = arrived + time_allowed(exchange.header(HEADER), self._gateway.settings)
         started = time.monotonic()
+        ledger.own.span("receive", ledger.started, started)
         async with exchange.while_client_waits():
             async with asyncio.timeout_at(deadline):
-                call = await self._prepare(payload, deadline)
+                with timed(ledger.own, "tokenise"):
+                    call = await self._prepare(_decode_json(body), deadline, exchange, ledger)
                 if call.prepared.stream:
                     outputs, served = await self._stream(exchange, call)
                 else:
                     outputs, served = await self._gather(exchange, call)
         self._measure(started, call, outputs, served)
 
-    async def _prepare(self, payload: Any, deadline: float) -> Call:
+    async def _prepare(
+        self, payload: Any, deadline: float, exchange: Exchange, ledger: Ledger
+    ) -> Call:
         gateway, kind = self._gateway, self._kind
         body = parse(kind.body, payload)
         model, conductor = gateway.ready_model()
@@ -117,9 +130,16 @@ class Endpoint:
             f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), gateway.served_name
         )
         format = kind.format(head, prepared.include_usage, prepared.logprobs)
-        return Call(prepared, conductor, model, format, self._jobs(prepared, head.id, deadline))
+        ledger.answer_id, ledger.model = head.id, head.model
+        ledger.stream, ledger.n = prepared.stream, prepared.sampling[0].n
+        ledger.num_prompt_tokens = sum(map(len, prepared.prompts))
+        timing = prepared.timing or _switch(exchange, TIMING_HEADER)
+        jobs = self._jobs(prepared, head.id, deadline, ledger)
+        return Call(prepared, conductor, model, format, jobs, ledger, timing)
 
-    def _jobs(self, prepared: Prepared, answer_id: str, deadline: float) -> list[Job]:
+    def _jobs(
+        self, prepared: Prepared, answer_id: str, deadline: float, ledger: Ledger
+    ) -> list[Job]:
         settings = self._gateway.settings
         now = asyncio.get_running_loop().time()
         return [
@@ -130,6 +150,7 @@ class Endpoint:
                 cache_salt=prepared.cache_salt,
                 queue_deadline=now + settings.queue_timeout_s,
                 deadline=deadline,
+                trail=ledger.trail(),
             )
             for i, (prompt, sampling) in enumerate(
                 zip(prepared.prompts, prepared.sampling, strict=True)
@@ -147,7 +168,9 @@ class Endpoint:
             for output, echo in zip(outputs, prepared.echoes, strict=True)
             for choice in output.best(prepared.num_choices, echo, prepared.logprobs is not None)
         ]
-        await exchange.send_json(200, call.format.whole(choices, _usage(call, outputs, served)))
+        with timed(call.ledger.own, "flush"):
+            fields = _closing(call, {"usage": _usage(call, outputs, served)})
+            await exchange.send_json(200, call.format.whole(choices, fields))
         return outputs, served
 
     async def _stream(
@@ -159,10 +182,11 @@ class Endpoint:
             for i, echo in enumerate(prepared.echoes)
         ]
         served = await _run_all(call, outputs)
-        usage = b""
-        if prepared.include_usage:
-            usage = call.format.usage(_usage(call, outputs, served))
-        await exchange.end_events(usage + DONE)
+        with timed(call.ledger.own, "flush"):
+            usage = {"usage": _usage(call, outputs, served)} if prepared.include_usage else {}
+            fields = _closing(call, usage)
+            last = call.format.closing(fields) if fields else b""
+            await exchange.end_events(last + DONE)
         return outputs, served
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
@@ -195,6 +219,20 @@ def _decode_json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise invalid(None, f"The body is not valid JSON: {error}.", "invalid_json") from error
+
+
+def _switch(exchange: Exchange, name: str) -> bool:
+    """A header that is on or off."""
+    value = (exchange.header(name) or "0").lower()
+    if value not in ("0", "1", "false", "true"):
+        raise invalid(name, f"{name} must be 1 or 0.", "invalid_value")
+    return value in ("1", "true")
+
+
+def _closing(call: Call, fields: dict[str, Any]) -> dict[str, Any]:
+    if call.timing:
+        fields["timing"] = call.ledger.timing(time.monotonic())
+    return fields
 
 
 def _generation(call: Call, i: int) -> Generation:

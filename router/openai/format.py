@@ -33,11 +33,13 @@ class Head:
 
 
 class Format(Protocol):
+    """`fields` stand beside the choices: usage, timing."""
+
     def opening(self, index: int, echo: str) -> bytes: ...
     def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes: ...
     def finish(self, index: int, reason: str) -> bytes: ...
-    def usage(self, usage: dict[str, Any]) -> bytes: ...
-    def whole(self, choices: Sequence[ChoiceText], usage: dict[str, Any]) -> bytes: ...
+    def closing(self, fields: dict[str, Any]) -> bytes: ...
+    def whole(self, choices: Sequence[ChoiceText], fields: dict[str, Any]) -> bytes: ...
 
 
 class ChatFormat:
@@ -67,10 +69,10 @@ class ChatFormat:
             index, b'"delta":{},"logprobs":null,"finish_reason":"%b"' % reason.encode()
         )
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self._writer.usage(usage)
+    def closing(self, fields: dict[str, Any]) -> bytes:
+        return self._writer.closing(fields)
 
-    def whole(self, choices: Sequence[ChoiceText], usage: dict[str, Any]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceText], fields: dict[str, Any]) -> bytes:
         shown = [
             {
                 "index": index,
@@ -80,9 +82,7 @@ class ChatFormat:
             }
             for index, choice in enumerate(choices)
         ]
-        return orjson.dumps(
-            {**_fields(self._head, "chat.completion"), "choices": shown, "usage": usage}
-        )
+        return orjson.dumps({**_fields(self._head, "chat.completion"), "choices": shown, **fields})
 
 
 class CompletionFormat:
@@ -108,10 +108,10 @@ class CompletionFormat:
             index, b'"text":"","logprobs":null,"finish_reason":"%b"' % reason.encode()
         )
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self._writer.usage(usage)
+    def closing(self, fields: dict[str, Any]) -> bytes:
+        return self._writer.closing(fields)
 
-    def whole(self, choices: Sequence[ChoiceText], usage: dict[str, Any]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceText], fields: dict[str, Any]) -> bytes:
         shown = [
             {
                 "index": index,
@@ -123,9 +123,7 @@ class CompletionFormat:
             }
             for index, choice in enumerate(choices)
         ]
-        return orjson.dumps(
-            {**_fields(self._head, "text_completion"), "choices": shown, "usage": usage}
-        )
+        return orjson.dumps({**_fields(self._head, "text_completion"), "choices": shown, **fields})
 
 
 def usage_of(num_prompt_tokens: int, num_output_tokens: int, num_cached: int) -> dict[str, Any]:

@@ -20,10 +20,14 @@ class Gathered:
         self._texts: list[list[str]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
 
-    async def deliver(self, deltas: Sequence[Delta]) -> None:
+    def render(self, deltas: Sequence[Delta]) -> bytes:
         for delta in deltas:
             self._texts[delta.choice].append(delta.text)
             self._logprobs[delta.choice].extend(delta.logprobs)
+        return b""
+
+    async def send(self, rendered: bytes) -> None:
+        raise AssertionError("a gathered answer has nothing to send before its end")
 
     def best(self, count: int, echo: str, with_logprobs: bool) -> list[ChoiceText]:
         """All choices, or the `count` with the highest mean log probability per token."""
@@ -54,10 +58,11 @@ class Streamed:
         self._echo = echo
         self._opened = [False] * len(generation.choices)
 
-    async def deliver(self, deltas: Sequence[Delta]) -> None:
-        events = b"".join([self._events(delta) for delta in deltas])
-        if events:
-            await self._exchange.send_events(events)
+    def render(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join([self._events(delta) for delta in deltas])
+
+    async def send(self, rendered: bytes) -> None:
+        await self._exchange.send_events(rendered)
 
     def _events(self, delta: Delta) -> bytes:
         index, format = self._base + delta.choice, self._format

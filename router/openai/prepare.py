@@ -41,6 +41,7 @@ class Prepared:
     cache_salt: str
     stream: bool
     include_usage: bool
+    timing: bool
 
 
 def limits_of(model: TextModel, workers: Iterable[WorkerRecord]) -> Limits:
@@ -132,6 +133,7 @@ def _prepare(
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        timing=bool(body.timing),
     )
 
 

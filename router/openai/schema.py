@@ -100,6 +100,7 @@ class GenerationBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    timing: bool | None = None
 
     @property
     def num_choices(self) -> int:

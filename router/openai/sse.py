@@ -1,6 +1,6 @@
 """Server-sent events, cheap to make: whatever is the same in every chunk is serialised once.
 
-Knows the frame around a choice and the usage chunk; the choice's inside comes from the
+Knows the frame around a choice and the closing chunk; the choice's inside comes from the
 endpoint's format as ready bytes.
 """
 
@@ -16,13 +16,14 @@ class ChunkWriter:
         opened = orjson.dumps(head)[:-1]
         self._open = b"data: " + opened + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._usage = b"data: " + opened + b',"choices":[],"usage":'
+        self._closing = b"data: " + opened + b',"choices":[],'
 
     def choice(self, index: int, inside: bytes) -> bytes:
         return b"%b%d,%b%b" % (self._open, index, inside, self._close)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self._usage + orjson.dumps(usage) + b"}\n\n"
+    def closing(self, fields: dict[str, Any]) -> bytes:
+        """A chunk without choices."""
+        return self._closing + orjson.dumps(fields)[1:] + b"\n\n"
 
 
 def error_event(body: bytes) -> bytes:

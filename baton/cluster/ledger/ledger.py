@@ -1,0 +1,179 @@
+"""One request from its arrival at the router to its last byte, as figures and as phases."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from baton.cluster.ledger.tiling import Phase, tile
+from baton.cluster.ledger.timeline import spans_of
+from baton.cluster.ledger.trail import DELIVERY_FIELDS, STEP_FIELDS, CallTrail, Trail
+
+
+@dataclass
+class Ledger:
+    """`started` is on the router's monotonic clock, `started_at` in Unix seconds. A request of
+    several prompts has a trail for each; `own` is what it does once, for all of them."""
+
+    request_id: str
+    endpoint: str
+    started: float
+    started_at: float
+    answer_id: str = ""
+    model: str = ""
+    stream: bool = False
+    n: int = 1
+    num_prompt_tokens: int = 0
+    status: int = 0
+    """HTTP status of the answer, of an error inside a stream too; 499: the client left."""
+    own: Trail = field(default_factory=Trail)
+    trails: list[Trail] = field(default_factory=list)
+    ended: float = 0.0
+
+    def trail(self) -> Trail:
+        """One more prompt."""
+        made = Trail()
+        self.trails.append(made)
+        return made
+
+    def end(self, status: int, now: float) -> None:
+        self.status = status
+        self.ended = now
+
+    # --- figures ----------------------------------------------------------------------------
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(trail.num_tokens for trail in self.trails)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the first attempt found in a prefix cache."""
+        firsts = ([call for call in t.calls if call.attempt == 1] for t in self.trails)
+        return sum(max((call.num_cached for call in calls), default=0) for calls in firsts)
+
+    @property
+    def num_steps(self) -> int:
+        """Engine steps and deliveries kept, the measure of its size."""
+        calls = sum(len(call.steps) // STEP_FIELDS for call in self.calls)
+        return calls + sum(len(trail.deliveries) // DELIVERY_FIELDS for trail in self.trails)
+
+    @property
+    def calls(self) -> list[CallTrail]:
+        return [call for trail in self.trails for call in trail.calls]
+
+    def workers(self, role: str) -> list[str]:
+        return list(dict.fromkeys(call.where for call in self.calls if call.role == role))
+
+    @property
+    def attempts(self) -> int:
+        return max((call.attempt for call in self.calls), default=0)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to the first token handed to the client's socket."""
+        firsts = [t.first_token_at for t in self.trails if t.first_token_at is not None]
+        return min(firsts) - self.started if firsts else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first, of the slowest prompt."""
+        means = [mean for t in self.trails if (mean := _tpot(t, self.n)) is not None]
+        return max(means, default=None)
+
+    # --- phases -----------------------------------------------------------------------------
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Of the ended request; the ones that are not overlapped sum to its wall clock."""
+        return self.phases_until(self.ended)
+
+    def phases_until(self, now: float) -> list[Phase]:
+        return tile(spans_of([self.own, *self.trails]), self.started, now)
+
+    def timing(self, now: float | None = None) -> dict[str, Any]:
+        """As clients see it, in milliseconds from the request's arrival. `now` while it runs."""
+        phases = self.phases if now is None else self.phases_until(now)
+        return {
+            "total_ms": _ms((self.ended if now is None else now) - self.started),
+            "ttft_ms": _maybe_ms(self.ttft_s),
+            "tpot_ms": _maybe_ms(self.tpot_s),
+            "phases": [self._shown(phase) for phase in phases],
+            "transfer": self._transfer(phases),
+            "clocks": [
+                {
+                    "where": call.where,
+                    "offset_ms": _ms(call.clock.offset),
+                    "error_ms": _maybe_ms(call.clock.error),
+                }
+                for call in self.calls
+                if call.clock.known
+            ],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """One row of a list of requests."""
+        return {
+            "id": self.request_id,
+            "answer_id": self.answer_id,
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "status": self.status,
+            "started_at": self.started_at,
+            "stream": self.stream,
+            "n": self.n,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "output_tokens": self.num_output_tokens,
+            "prefill": self.workers("prefill"),
+            "decode": self.workers("decode"),
+            "attempts": self.attempts,
+            "total_ms": _ms(self.ended - self.started),
+            "ttft_ms": _maybe_ms(self.ttft_s),
+            "tpot_ms": _maybe_ms(self.tpot_s),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.summary(), "timing": self.timing()}
+
+    def _shown(self, phase: Phase) -> dict[str, Any]:
+        return {
+            "name": phase.name,
+            "where": phase.where,
+            "start_ms": _ms(phase.start - self.started),
+            "duration_ms": _ms(phase.duration),
+            "overlapped": phase.overlapped,
+            **phase.detail,
+        }
+
+    def _transfer(self, phases: Iterable[Phase]) -> Mapping[str, Any] | None:
+        moved = [phase for phase in phases if phase.name == "kv_transfer"]
+        if not moved:
+            return None
+        hidden = sum(phase.duration for phase in moved if phase.overlapped)
+        total = sum(phase.duration for phase in moved)
+        last = [span.detail for call in self.calls for span in call.spans if "bytes" in span.detail]
+        return {
+            "total_ms": _ms(total),
+            "overlapped_ms": _ms(hidden),
+            "exposed_ms": _ms(total - hidden),
+            "bytes": sum(detail["bytes"] for detail in last),
+            "blocks": sum(detail["blocks"] for detail in last),
+            "transports": list(dict.fromkeys(detail["transport"] for detail in last)),
+        }
+
+
+def _tpot(trail: Trail, n: int) -> float | None:
+    steps = -(-trail.num_tokens // n) - 1
+    first, last = trail.first_token_at, trail.last_token_at
+    if steps < 1 or first is None or last is None:
+        return None
+    return (last - first) / steps
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 4)
+
+
+def _maybe_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else _ms(seconds)

@@ -1,0 +1,86 @@
+"""From trails to spans on the router's clock, each with the rank that `tiling` counts by.
+
+What the router does itself counts before what it waits for; lost attempts before the work that
+was lost; computing before moving KV, moving KV before queues. So "exposed" KV transfer is
+what neither computing nor the router's own work hides.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from baton.cluster.ledger.tiling import Span
+from baton.cluster.ledger.trail import CallTrail, Noted, Trail
+
+OWN, LOST, COMPUTE, TRANSFER, WAIT = range(5)
+RANKS = {
+    "receive": OWN,
+    "tokenise": OWN,
+    "detokenise": OWN,
+    "flush": OWN,
+    "client_wait": OWN,
+    "retry": LOST,
+    "migration": LOST,
+    "prefill": COMPUTE,
+    "first_decode_step": COMPUTE,
+    "decode_step": COMPUTE,
+    "recompute": COMPUTE,
+    "kv_transfer": TRANSFER,
+    "prefill_queue": WAIT,
+    "decode_admit": WAIT,
+    "decode_wait": WAIT,
+    "preempted": WAIT,
+    "reserve": WAIT,
+    "placement": WAIT,
+    "admission": WAIT,
+}
+"""Every phase but the gaps (`rpc`), by what counts first."""
+
+
+def spans_of(trails: Iterable[Trail]) -> Iterator[Span]:
+    for trail in trails:
+        for noted in trail.spans:
+            name = noted.name
+            yield Span(name, "router", noted.start, noted.end, RANKS[name], noted.detail)
+        yield from _deliveries(trail)
+        for call in trail.calls:
+            yield from _call(call)
+
+
+def _deliveries(trail: Trail) -> Iterator[Span]:
+    for received, decoded, rendered, sent in trail.deliveries_by_row():
+        yield Span("detokenise", "router", received, decoded, OWN)
+        yield Span("flush", "router", decoded, rendered, OWN)
+        if sent > rendered:
+            yield Span("client_wait", "router", rendered, sent, OWN)
+
+
+def _call(call: CallTrail) -> Iterator[Span]:
+    if not call.clock.known:
+        return
+    offset = call.clock.offset
+    for noted in [*call.spans, *_steps(call)]:
+        name, detail = noted.name, noted.detail
+        if call.attempt > 1:
+            detail = {**detail, "attempt": call.attempt}
+        start, end = noted.start - offset, noted.end - offset
+        yield Span(name, call.where, start, end, RANKS[name], detail)
+
+
+def _steps(call: CallTrail) -> Iterator[Noted]:
+    """Steps by what they did, and the waits between them, on the worker's clock."""
+    decodes, previous_end, previous_context = 0, None, 0.0
+    for start, end, batch_size, num_tokens, context in call.steps_by_row():
+        again = context - num_tokens < previous_context
+        if previous_end is not None and start > previous_end:
+            yield Noted("preempted" if again else "decode_wait", previous_end, start, {})
+        detail = {"batch_size": int(batch_size), "context": int(context)}
+        if again:
+            name = "recompute"
+        elif num_tokens > 1 or call.role == "prefill":
+            name = "prefill"
+        else:
+            name = "decode_step" if decodes else "first_decode_step"
+            decodes += 1
+        if name != "decode_step":
+            detail["tokens"] = int(num_tokens)
+        yield Noted(name, start, end, detail)
+        previous_end, previous_context = end, context

@@ -1,0 +1,34 @@
+"""`GET /v1/requests`: the requests that ended lately, and where the time of each went."""
+
+from itertools import islice
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from router.gateway import Gateway
+from router.openai.errors import ApiError
+from router.responses import json_response
+
+MAX_LISTED = 1000
+
+
+def requests_api(gateway: Gateway) -> APIRouter:
+    api = APIRouter(prefix="/v1/requests")
+
+    @api.get("")
+    async def recent(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50) -> Response:
+        """Newest first, without their phases."""
+        ledgers = islice(gateway.ledgers.recent, limit)
+        return json_response({"object": "list", "data": [ledger.summary() for ledger in ledgers]})
+
+    @api.get("/{name}")
+    async def one(name: str) -> Response:
+        """By the request's id (`x-request-id`) or the id of its answer."""
+        ledger = gateway.ledgers.recent.find(name)
+        if ledger is None:
+            raise ApiError(
+                f"No recent request has the id {name[:200]!r}.", 404, param="id", code="not_found"
+            )
+        return json_response(ledger.as_json())
+
+    return api

@@ -1,0 +1,14 @@
+"""JSON answers of the ordinary endpoints."""
+
+from typing import Any
+
+import orjson
+from fastapi import Response
+
+JSON_TYPE = "application/json"
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(orjson.dumps(content), status, headers, JSON_TYPE)

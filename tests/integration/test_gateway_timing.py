@@ -1,0 +1,153 @@
+"""`timing` in answers and `GET /v1/requests`, over scripted workers."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import orjson
+import pytest
+
+from router.text import TextModel
+from tests.support.byte_model import byte_model
+from tests.support.gateway import (
+    CHAT,
+    COMPLETIONS,
+    USER_HI,
+    RunningGateway,
+    running_gateway,
+    until,
+)
+from tests.support.stub_workers import scripted
+
+BODY = {"prompt": "hi", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return byte_model(Path(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+async def running(model: TextModel) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(model, scripted("ok")) as gateway:
+        yield gateway
+
+
+def assert_sums(timing: dict[str, Any]) -> None:
+    counted = [phase for phase in timing["phases"] if not phase["overlapped"]]
+    total = sum(phase["duration_ms"] for phase in counted)
+    assert total == pytest.approx(timing["total_ms"], abs=0.001 * len(counted))
+    at = 0.0
+    for phase in counted:
+        assert phase["start_ms"] == pytest.approx(at, abs=0.001)
+        at = phase["start_ms"] + phase["duration_ms"]
+
+
+async def test_an_answer_has_no_timing_unless_it_is_asked_for(running: RunningGateway) -> None:
+    assert "timing" not in (await running.post(COMPLETIONS, BODY)).json()
+    assert "timing" not in (await running.post(COMPLETIONS, {**BODY, "timing": False})).json()
+    events = await running.events(CHAT, {"messages": USER_HI, "max_tokens": 3})
+    assert all("timing" not in event for event in events)
+
+
+@pytest.mark.parametrize("way", ["header", "body"])
+async def test_timing_comes_in_the_answer_or_in_the_last_chunk(
+    running: RunningGateway, way: str
+) -> None:
+    headers = {"x-baton-timing": "1"} if way == "header" else {}
+    body = BODY if way == "header" else {**BODY, "timing": True}
+    whole = (await running.post(COMPLETIONS, body, headers=headers)).json()
+    assert_sums(whole["timing"])
+    events = await running.events(COMPLETIONS, body, headers=headers)
+    assert events[-1] == "[DONE]"
+    assert_sums(events[-2]["timing"])
+    assert events[-2]["choices"] == [] and "usage" not in events[-2]
+    assert all("timing" not in event for event in events[:-2])
+    names = {phase["name"] for phase in whole["timing"]["phases"]}
+    assert {"receive", "tokenise", "admission", "placement", "reserve", "detokenise"} <= names
+
+
+async def test_timing_and_usage_share_the_last_chunk(running: RunningGateway) -> None:
+    body = {**BODY, "timing": True, "stream_options": {"include_usage": True}}
+    *_, last, done = await running.events(COMPLETIONS, body)
+    assert done == "[DONE]" and last["usage"]["completion_tokens"] == 4
+    assert_sums(last["timing"])
+
+
+async def test_a_wrong_timing_switch_is_refused_by_name(running: RunningGateway) -> None:
+    response = await running.post(COMPLETIONS, BODY, headers={"x-baton-timing": "maybe"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x-baton-timing"
+    response = await running.post(COMPLETIONS, {**BODY, "timing": "1"})
+    assert response.json()["error"]["param"] == "timing"
+
+
+async def test_a_request_is_found_by_its_id_and_by_its_answers(running: RunningGateway) -> None:
+    headers = {"x-request-id": "mine-1"}
+    answer = (await running.post(COMPLETIONS, BODY, headers=headers)).json()
+    for name in ("mine-1", answer["id"]):
+        found = (await running.client.get(f"/v1/requests/{name}")).json()
+        assert found["id"] == "mine-1" and found["answer_id"] == answer["id"]
+        assert found["status"] == 200 and found["output_tokens"] == 4
+        assert found["prefill"] == ["prefill-0"] and found["decode"] == ["decode-0"]
+        assert_sums(found["timing"])
+    missing = await running.client.get("/v1/requests/nobody")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
+
+
+async def test_recent_requests_are_listed_newest_first(running: RunningGateway) -> None:
+    for name in ("a", "b", "c"):
+        await running.post(COMPLETIONS, BODY, headers={"x-request-id": name})
+    rows = (await running.client.get("/v1/requests?limit=2")).json()["data"]
+    assert [row["id"] for row in rows] == ["c", "b"]
+    wrong = await running.client.get("/v1/requests?limit=0")
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "limit"
+
+
+async def test_a_refused_body_has_no_ledger(running: RunningGateway) -> None:
+    await running.post(COMPLETIONS, {"prompt": ""})
+    assert (await running.client.get("/v1/requests")).json()["data"] == []
+
+
+async def test_a_client_that_leaves_ends_its_ledger(running: RunningGateway) -> None:
+    running.cluster.decodes[0].behaviour.step_s = 0.02
+    body = {**BODY, "max_tokens": 200, "stream": True}
+    headers = {"x-request-id": "left"}
+    async with running.client.stream("POST", COMPLETIONS, json=body, headers=headers) as response:
+        await anext(response.aiter_lines())
+    await until(lambda: running.gateway.ledgers.recent.find("left") is not None)
+    found = (await running.client.get("/v1/requests/left")).json()
+    assert found["status"] == 499 and 0 < found["output_tokens"] < 200
+    assert_sums(found["timing"])
+
+
+async def test_every_prompt_of_a_request_is_in_its_timeline(running: RunningGateway) -> None:
+    answer = await running.post(COMPLETIONS, {**BODY, "prompt": ["a", "b"], "n": 2, "timing": True})
+    assert_sums(answer.json()["timing"])
+    (ledger,) = running.gateway.ledgers.recent
+    assert len(ledger.trails) == 2 and ledger.num_output_tokens == 16
+
+
+async def test_a_lost_worker_shows_as_retry_or_migration(model: TextModel) -> None:
+    async with running_gateway(model, scripted("ok"), prefills=2, decodes=2) as running:
+        broken = running.cluster.decodes[0].behaviour
+        broken.fail, broken.fail_at = grpc.StatusCode.UNAVAILABLE, 3
+        answer = await running.post(COMPLETIONS, {**BODY, "max_tokens": 8, "timing": True})
+        timing = answer.json()["timing"]
+        assert_sums(timing)
+        (lost,) = [p for p in timing["phases"] if p["name"] == "migration" and not p["overlapped"]]
+        assert lost["worker"] == "decode-0"
+        found = (await running.client.get(f"/v1/requests/{answer.json()['id']}")).json()
+        assert found["attempts"] == 2 and found["output_tokens"] == 8
+
+
+async def test_the_ledger_log_has_a_line_per_request(model: TextModel, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    async with running_gateway(model, scripted("ok"), ledger_log=path) as running:
+        for name in ("a", "b"):
+            await running.post(COMPLETIONS, BODY, headers={"x-request-id": name})
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [row["id"] for row in rows] == ["a", "b"]
+    for row in rows:
+        assert_sums(row["timing"])
