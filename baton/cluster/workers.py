@@ -34,7 +34,8 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """Load at one moment; `free_blocks` includes cached blocks that may be evicted."""
+    """Load at one moment; `free_blocks` includes cached blocks that may be evicted, and
+    blocks promised to hand-offs that have not begun."""
 
     waiting: int = 0
     running: int = 0
@@ -42,6 +43,7 @@ class WorkerLoad:
     cached_blocks: int = 0
     handoffs_in_flight: int = 0
     draining: bool = False
+    promised_blocks: int = 0
 
 
 @dataclass(frozen=True)

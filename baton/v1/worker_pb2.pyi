@@ -70,20 +70,22 @@ class TransferResources(_message.Message):
     def __init__(self, torch_groups: _Optional[int] = ..., shm_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting", "running", "free_blocks", "cached_blocks", "handoffs_in_flight", "draining")
+    __slots__ = ("waiting", "running", "free_blocks", "cached_blocks", "handoffs_in_flight", "draining", "promised_blocks")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     free_blocks: int
     cached_blocks: int
     handoffs_in_flight: int
     draining: bool
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., handoffs_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    promised_blocks: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., handoffs_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., promised_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
     __slots__ = ("handoffs", "handoffs_failed", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "tokens_recomputed", "blocks_transferred", "bytes_transferred")

@@ -35,6 +35,7 @@ class WorkerStatus:
             cached_blocks=blocks.num_cached,
             handoffs_in_flight=self.activity.transfers.in_flight,
             draining=self.activity.draining,
+            promised_blocks=blocks.num_promised,
         )
 
     def record(self) -> WorkerRecord:
@@ -97,6 +98,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 cached_blocks=load.cached_blocks,
                 handoffs_in_flight=load.handoffs_in_flight,
                 draining=load.draining,
+                promised_blocks=load.promised_blocks,
             ),
             counters=self._status.counters(),
             links=[pb.TransferLink(**vars(link)) for link in record.links],
