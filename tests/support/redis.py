@@ -47,6 +47,21 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.
             await asyncio.sleep(0.02)
 
 
+async def until_equal(read: Callable[[], Awaitable[object]], wanted: object) -> None:
+    """Until what is read is what is wanted; else fails with what it was at last."""
+    found: object = None
+
+    async def equal() -> bool:
+        nonlocal found
+        found = await read()
+        return found == wanted
+
+    try:
+        await until(equal)
+    except TimeoutError:
+        raise AssertionError(f"{found} instead of {wanted}") from None
+
+
 async def within(timeout_s: float, awaited: Awaitable[T]) -> T:
     """The result, or TimeoutError after the deadline."""
     async with asyncio.timeout(timeout_s):
