@@ -23,7 +23,9 @@ from baton.cluster.settings import (
 from baton.cluster.settings_source import Settings, option
 
 WorkerCount = Annotated[int, Field(ge=0, le=64)]
+RouterCount = Annotated[int, Field(ge=1, le=64)]
 _COUNT = "a whole number of at least 1"
+_ROUTERS = "a whole number from 1 to 64"
 _WORKERS = "a whole number from 0 to 64"
 WORKER_FIELDS = (
     "dtype",
@@ -40,9 +42,10 @@ SHARED_FIELDS = ("max_queue", "log_level", "log_json")
 
 
 class UpSettings(Settings):
-    """A whole cluster on this machine: Redis, a router, prefill and decode workers."""
+    """A whole cluster on this machine: Redis, routers, prefill and decode workers."""
 
     table: ClassVar[str] = "up"
+    routers: RouterCount = option(1, "router processes behind the port", _ROUTERS)
     prefill: WorkerCount = option(1, "prefill workers", _WORKERS)
     decode: WorkerCount = option(1, "decode workers", _WORKERS)
     host: Name = option("127.0.0.1", "address of the HTTP port", "a host name or address")

@@ -93,6 +93,9 @@ class RouterSettings(CommonSettings):
 
     table: ClassVar[str] = "router"
     port: Port = option(8000, "HTTP port", _PORT)
+    reuse_port: bool = option(
+        False, "share the port with other routers of this cluster on this machine", _SWITCH
+    )
     max_queue: Count = option(256, "requests that may wait for admission", _COUNT)
     max_running: Count = option(1024, "requests in flight at once", _COUNT)
     queue_timeout_s: Seconds = option(30.0, "longest wait for admission", _SECONDS)
