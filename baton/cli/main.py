@@ -156,6 +156,22 @@ def bench(
     bench(what, sweep, json_path, samples)
 
 
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as baton status shows it.")],
+    redis: Annotated[
+        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
+    ] = None,
+    url: Annotated[str, typer.Option(help="A router.")] = "http://127.0.0.1:8000",
+    timeout: Annotated[float, typer.Option(min=0.0, help="Longest wait in seconds.")] = 60.0,
+    undo: Annotated[bool, typer.Option("--undo", help="Take new requests again.")] = False,
+) -> None:
+    """Let a worker finish its requests and take no new ones."""
+    from baton.cli.drain import drain
+
+    drain(worker, redis, url, timeout, undo)
+
+
 @app.command("kv-size")
 def kv_size(
     model: Annotated[str | None, typer.Argument(help="Model in the store, or a path.")] = None,
