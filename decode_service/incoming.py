@@ -30,9 +30,9 @@ class IncomingHandoff:
         self._cache = cache
         self.num_frames = 0
         self._ended = False
-        num_blocks = len(reservation.seq.block_table)
+        positions = reservation.seq.handoff_positions(cache.layout.block_size)
         all_layers = (1 << cache.layout.num_layers) - 1
-        self._missing = dict.fromkeys(range(reservation.num_held, num_blocks), all_layers)
+        self._missing = dict.fromkeys(positions[reservation.num_held :], all_layers)
         """Block position → bit set of the layers that have not arrived."""
 
     async def receive(self, frame: KVFrame) -> None:
@@ -64,7 +64,7 @@ class IncomingHandoff:
             self._reservations.abort(self._reservation)
 
     def _table(self) -> list[int]:
-        return self._reservation.seq.block_table
+        return self._reservation.seq.held_blocks
 
     def _check_state(self) -> None:
         if self._ended or self._reservation.state is not State.RECEIVING:

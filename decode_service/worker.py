@@ -174,6 +174,7 @@ class DecodeWorker:
             output_token_ids=job.output,
             choice=job.choice,
             fingerprint=config.fingerprint,
+            kv_dtype=config.kv_dtype,
             cache_salt=job.cache_salt,
         )
 

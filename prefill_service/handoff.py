@@ -61,14 +61,16 @@ class Handoff:
         try:
             while isinstance(done := await self._progress.get(), int):
                 await self._send_until(done // block_size)
-            await self._send_until(-(-self._seq.num_initial_tokens // block_size))
+            await self._send_until(len(self._seq.held_blocks))
             with self._timed():
                 await self.sender.commit(done)
         finally:
             await self.sender.abort()
 
     async def _send_until(self, end_block: int) -> None:
-        positions = [p for p in range(self._next_block, end_block) if p not in self._held]
+        wanted = self._seq.handoff_positions(self._layout.block_size)
+        due = [p for p in wanted if self._next_block <= p < end_block]
+        positions = [p for p in due if p not in self._held]
         self._next_block = max(self._next_block, end_block)
         num_layers = self._layout.num_layers
         layer_block_bytes = self._layout.bytes_per_block // num_layers

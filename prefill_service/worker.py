@@ -116,6 +116,7 @@ class PrefillWorker:
             output_token_ids=job.output,
             choice=job.choice,
             fingerprint=config.fingerprint,
+            kv_dtype=config.kv_dtype,
             cache_salt=job.cache_salt,
         )
 

@@ -12,6 +12,7 @@ from baton.cluster.settings import (
     BlockSize,
     Count,
     DType,
+    KVDType,
     LogLevel,
     Name,
     Port,
@@ -29,6 +30,7 @@ _ROUTERS = "a whole number from 1 to 64"
 _WORKERS = "a whole number from 0 to 64"
 WORKER_FIELDS = (
     "dtype",
+    "kv_dtype",
     "kv_memory",
     "num_blocks",
     "block_size",
@@ -69,6 +71,7 @@ class UpSettings(Settings):
         600.0, "longest wait until it can serve", "a positive number of seconds"
     )
     dtype: DType | None = option(None, "as for a worker", "bfloat16 or float32")
+    kv_dtype: KVDType | None = option(None, "as for a worker", "auto, fp8, int8 or int4")
     kv_memory: Size | None = option(None, "as for a worker, each", "a size such as 512MiB or 2GiB")
     num_blocks: Count | None = option(None, "as for a worker", _COUNT)
     block_size: BlockSize | None = option(None, "as for a worker", "a power of two from 1 to 256")

@@ -20,6 +20,7 @@ from baton.cluster.values import parse_cores, parse_size
 __all__ = [
     "DType",
     "DecodeSettings",
+    "KVDType",
     "PrefillSettings",
     "RouterSettings",
     "Settings",
@@ -30,6 +31,7 @@ __all__ = [
 
 MAX_BLOCK_SIZE = 256
 DType = Literal["bfloat16", "float32"]
+KVDType = Literal["auto", "fp8", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Transport = Literal["auto", "shm", "torch", "grpc"]
 WhenNoPrefill = Literal["refuse", "decode"]
@@ -131,6 +133,9 @@ class WorkerSettings(CommonSettings):
         None, "host:port that others reach this worker at (default: host and port)", "host:port"
     )
     dtype: DType = option("bfloat16", "element type of weights and cache", choices(DType))
+    kv_dtype: KVDType = option(
+        "auto", "how the KV cache is kept: as the model computes, or quantized", choices(KVDType)
+    )
     block_size: BlockSize = option(
         16, "tokens per KV block", f"a power of two from 1 to {MAX_BLOCK_SIZE}"
     )

@@ -31,7 +31,8 @@ class NoFreeBlocks(Exception):
 
 class BlockManager:
     """Reference counts, the prefix cache with its eviction order, and promises. `window`: how
-    many tokens, itself included, a token sees at most; None when some layer sees them all."""
+    many tokens, itself included, a token sees at most; None when some layer sees them all.
+    `num_tail_blocks`: how many each sequence holds beside its table, for its newest tokens."""
 
     def __init__(
         self,
@@ -39,11 +40,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_cache: bool = True,
         window: int | None = None,
+        num_tail_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self.window = window
+        self.num_tail_blocks = num_tail_blocks
         self.num_promised = 0
         self.events: BlockEvents | None = None
         """Hears of every block that becomes findable or ceases to be."""
@@ -186,8 +189,8 @@ class BlockManager:
             seq.block_table[first:end] = [NO_BLOCK] * (end - first)
 
     def release_sequence(self, seq: TokenSequence) -> None:
-        self.release(seq.block_table)
-        seq.block_table = []
+        self.release(seq.held_blocks)
+        seq.block_table, seq.tail_blocks = [], []
 
     def _reusable_hashes(self, seq: TokenSequence) -> list[bytes]:
         if not self.enable_prefix_cache:

@@ -1,5 +1,5 @@
 """The paged KV cache: one tensor (layer, plane, block, slot, kv_head, head_dim), the planes being
-key and value, or the latent alone.
+key and value, or the latent alone; or (layer, 1, block, byte) if it is quantized.
 
 Owns the memory, not the blocks: the block manager says which block belongs to whom. `gather`,
 `scatter` and `copy_blocks` may run in another thread than the forward pass as long as the two
@@ -22,7 +22,7 @@ __all__ = ["KVCache", "KVLayout"]
 # Runs of blocks are copied as such from here on; shorter ones cost more calls than they save.
 _MIN_RUN_BYTES = 64 << 10
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class KVCache:
@@ -32,7 +32,8 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = layout.unit_shape(layout.num_layers, num_blocks)
-        self.data = _zeros(shape, _DTYPES[layout.dtype], device)
+        dtype = DTYPES[layout.dtype] if layout.quantized is None else torch.uint8
+        self.data = _zeros(shape, dtype, device)
         self.layers: tuple[Tensor, ...] = tuple(self.data.unbind(0))
         """Per layer (plane, block, slot, kv_head, head_dim)."""
         self.slots: tuple[Tensor, ...] = tuple(layer.flatten(1, 2) for layer in self.layers)

@@ -18,7 +18,7 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
-from baton.engine.kv_layout import KVLayout
+from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
@@ -46,18 +46,20 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
     try:
         stored = resolve(settings.model, progress=False)
         model_config = ModelConfig.from_hf(json.loads((stored.path / "config.json").read_text()))
-        layout = KVLayout.of(model_config, settings.block_size, settings.dtype, stored.fingerprint)
+        dtype = kv_dtype(settings.kv_dtype, settings.dtype)
+        layout = KVLayout.of(model_config, settings.block_size, dtype, stored.fingerprint)
         num_blocks = _num_blocks(settings, layout)
         model, model_config = load_model(stored.path, settings.dtype)
     except (StoreError, ValueError) as error:
         raise SettingsError(str(error)) from error
-    config = _engine_config(settings, model_config, num_blocks, stored)
+    config = _engine_config(settings, model_config, num_blocks, layout)
     cache = KVCache(layout, num_blocks)
     blocks = BlockManager(
         num_blocks,
         settings.block_size,
         settings.enable_prefix_cache,
         model_config.widest_window,
+        layout.num_tail_blocks,
     )
     engine = Engine(
         scheduler_type(config, blocks),
@@ -98,7 +100,7 @@ def _num_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
 
 
 def _engine_config(
-    settings: WorkerSettings, model: ModelConfig, num_blocks: int, stored: StoredModel
+    settings: WorkerSettings, model: ModelConfig, num_blocks: int, layout: KVLayout
 ) -> EngineConfig:
     longest = model.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > longest:
@@ -115,7 +117,9 @@ def _engine_config(
             max_queue=settings.max_queue,
             enable_prefix_cache=settings.enable_prefix_cache,
             eos_token_ids=model.eos_token_ids,
-            fingerprint=stored.fingerprint,
+            fingerprint=layout.fingerprint,
+            kv_dtype=layout.dtype,
+            num_tail_blocks=layout.num_tail_blocks,
         )
     except ValueError as error:
         raise SettingsError(str(error)) from error

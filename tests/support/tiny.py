@@ -19,7 +19,7 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
-from baton.engine.kv_layout import KVLayout
+from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
@@ -71,7 +71,8 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
     """As `boot`, without the store and without touching the process."""
     model, model_config = _model(path)
     num_blocks = settings.num_blocks or 64
-    layout = KVLayout.of(model_config, settings.block_size, "float32", "tiny")
+    dtype = kv_dtype(settings.kv_dtype, "float32")
+    layout = KVLayout.of(model_config, settings.block_size, dtype, "tiny")
     cache = KVCache(layout, num_blocks)
     config = EngineConfig(
         num_blocks=num_blocks,
@@ -82,8 +83,15 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         max_queue=settings.max_queue,
         eos_token_ids=model_config.eos_token_ids,
         fingerprint="tiny",
+        kv_dtype=dtype,
+        num_tail_blocks=layout.num_tail_blocks,
     )
-    blocks = BlockManager(num_blocks, settings.block_size, window=model_config.widest_window)
+    blocks = BlockManager(
+        num_blocks,
+        settings.block_size,
+        window=model_config.widest_window,
+        num_tail_blocks=layout.num_tail_blocks,
+    )
     engine = Engine(
         scheduler_type(config, blocks),
         blocks,

@@ -31,7 +31,7 @@ class SequenceReader:
         return plan.layer_count * len(plan.positions) * layout.bytes_per_block // layout.num_layers
 
     def read(self, plan: FramePlan, out: Tensor) -> int | None:
-        table = self._seq.block_table
+        table = self._seq.held_blocks
         blocks = [table[position] for position in plan.positions]
         flat = out.view(self._cache.data.dtype)
         self._cache.gather(plan.layer_start, plan.layer_count, blocks, flat)
