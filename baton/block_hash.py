@@ -13,7 +13,7 @@ from collections.abc import Sequence
 DIGEST_SIZE = 16
 
 
-def root_hash(fingerprint: str, kv_policy: str = "bfloat16", cache_salt: str = "") -> bytes:
+def root_hash(fingerprint: str, kv_policy: str = "full", cache_salt: str = "") -> bytes:
     """Parent of every first block; the policy is the `dtype` of a KV layout. Fields are
     length-prefixed, so they cannot run together."""
     digest = hashlib.blake2b(digest_size=DIGEST_SIZE, person=b"baton-kv")

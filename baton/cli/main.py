@@ -178,15 +178,39 @@ def kv_size(
     layers: Annotated[int | None, typer.Option(min=1)] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="Element type of the cache.")] = "bfloat16",
+    latent: Annotated[
+        int | None, typer.Option(min=1, help="Values of a latent, instead of heads.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Sliding window of all layers, in tokens.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Element type the model computes in.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="auto, fp8, int8 or int4.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence.")] = 4096,
     params: Annotated[str | None, typer.Option(help="Parameters, such as 135M or 70B.")] = None,
     memory: Annotated[str, typer.Option(help="Memory for the cache.")] = "512MiB",
 ) -> None:
     """Show how large a KV cache is, with the formula."""
-    from baton.cli.kv_size import Question, kv_size
+    from baton.cli.kv_size import Question
+    from baton.cli.kv_size import kv_size as show
 
-    kv_size(Question(model, layers, kv_heads, head_dim, dtype, tokens, params, memory))
+    show(
+        Question(
+            model,
+            layers,
+            kv_heads,
+            head_dim,
+            latent,
+            window,
+            dtype,
+            kv_dtype,
+            block_size,
+            tokens,
+            params,
+            memory,
+        )
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
