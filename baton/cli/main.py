@@ -172,6 +172,21 @@ def drain(
     drain(worker, redis, url, timeout, undo)
 
 
+@app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="Text to complete.")],
+    url: Annotated[str, typer.Option(help="A router.")] = "http://127.0.0.1:8000",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 16,
+    ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Target per further token.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Complete a prompt and show where it went and why."""
+    from baton.cli.explain import Question, explain
+
+    explain(Question(url, prompt, max_tokens, ttft_ms, tpot_ms), as_json)
+
+
 @app.command("kv-size")
 def kv_size(
     model: Annotated[str | None, typer.Argument(help="Model in the store, or a path.")] = None,

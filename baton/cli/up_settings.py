@@ -11,17 +11,19 @@ from pydantic import Field
 from baton.cluster.settings import (
     BlockSize,
     Count,
+    DecodePrefills,
     DType,
     KVDType,
     LogLevel,
+    Millis,
     Name,
+    Policy,
     Port,
     RedisUrl,
     Seconds,
     Size,
-    WhenNoPrefill,
 )
-from baton.cluster.settings_source import Settings, option
+from baton.cluster.settings_source import Settings, choices, option
 
 WorkerCount = Annotated[int, Field(ge=0, le=64)]
 RouterCount = Annotated[int, Field(ge=1, le=64)]
@@ -39,7 +41,14 @@ WORKER_FIELDS = (
     "chunk_size",
     "enable_prefix_cache",
 )
-ROUTER_FIELDS = ("max_running", "served_model_name", "when_no_prefill")
+ROUTER_FIELDS = (
+    "max_running",
+    "served_model_name",
+    "policy",
+    "decode_prefills",
+    "ttft_ms",
+    "tpot_ms",
+)
 SHARED_FIELDS = ("max_queue", "log_level", "log_json")
 
 
@@ -82,7 +91,12 @@ class UpSettings(Settings):
     max_queue: Count | None = option(None, "as for router and workers", _COUNT)
     max_running: Count | None = option(None, "as for the router", _COUNT)
     served_model_name: Name | None = option(None, "as for the router", "a name without spaces")
-    when_no_prefill: WhenNoPrefill | None = option(None, "as for the router", "refuse or decode")
+    policy: Policy | None = option(None, "as for the router", choices(Policy))
+    decode_prefills: DecodePrefills | None = option(
+        None, "as for the router", choices(DecodePrefills)
+    )
+    ttft_ms: Millis | None = option(None, "as for the router", "a positive number of milliseconds")
+    tpot_ms: Millis | None = option(None, "as for the router", "a positive number of milliseconds")
     log_level: LogLevel | None = option(
         None, "as for every process", "debug, info, warning or error"
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from baton.block_hash import block_hash, root_hash
 from baton.engine.sampling_params import SamplingParams
+from baton.step_totals import StepTotals
 
 _ids = itertools.count()
 
@@ -65,6 +66,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.started_at: float | None = None
         """Monotonic clock of this process when its first step began; set by the engine."""
+        self.prefill_steps = StepTotals()
+        """Steps that it took part in and that computed any prompt; `decode_steps`: the others."""
+        self.decode_steps = StepTotals()
         self.block_table: list[int] = []
         self.tail_blocks: list[int] = []
         """Of a quantized cache: where the newest tokens are until they fill a block."""
@@ -139,6 +143,7 @@ class Sequence:
         child._hashes = list(self._hashes)
         child.choices = (choice,)
         child.num_preemptions = child.num_recomputed_tokens = 0
+        child.prefill_steps, child.decode_steps = StepTotals(), StepTotals()
         return child
 
 

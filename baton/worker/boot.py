@@ -25,6 +25,7 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
 from baton.store import StoredModel, StoreError, resolve
+from baton.worker.profile import Profile, profile
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -38,6 +39,7 @@ class Parts(Generic[S]):
     config: EngineConfig
     vocab_size: int
     model: StoredModel
+    profile: Profile = ()
 
 
 def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
@@ -61,13 +63,10 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
         model_config.widest_window,
         layout.num_tail_blocks,
     )
-    engine = Engine(
-        scheduler_type(config, blocks),
-        blocks,
-        ModelRunner(model, cache),
-        Sampler(config.eos_token_ids),
-    )
-    return Parts(engine, cache, config, model_config.vocab_size, stored)
+    runner = ModelRunner(model, cache)
+    engine = Engine(scheduler_type(config, blocks), blocks, runner, Sampler(config.eos_token_ids))
+    speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
+    return Parts(engine, cache, config, model_config.vocab_size, stored, speed)
 
 
 def _take_cores(settings: WorkerSettings) -> None:

@@ -56,6 +56,8 @@ class WorkerStatus:
             num_blocks=self.parts.config.num_blocks,
             load=self.load(),
             links=self.activity.transfers.links(),
+            chunk_size=self.parts.config.chunk_size,
+            profile=self.parts.profile,
         )
 
     def counters(self) -> pb.WorkerCounters:

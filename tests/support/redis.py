@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
+from baton.step_totals import StepTotals
 
 T = TypeVar("T")
 LAYOUT = KVLayout("f" * 16, 2, 1, 8, 16, "float32")
@@ -26,6 +27,7 @@ def make_record(
         max_num_seqs=8,
         num_blocks=64,
         load=dataclasses.replace(WorkerLoad(free_blocks=64), **load),
+        profile=(StepTotals(1, 16, 136, 0, 0, 0.01),),
     )
 
 

@@ -93,11 +93,11 @@ def test_threads_per_worker_overrides_the_share() -> None:
 
 def test_flags_for_children_reach_those_that_have_them() -> None:
     specs = planned(
-        "--kv-memory=1GiB", "--no-enable-prefix-cache", "--max-queue=5", "--when-no-prefill=decode"
+        "--kv-memory=1GiB", "--no-enable-prefix-cache", "--max-queue=5", "--decode-prefills=never"
     )
     router = RouterSettings.load(flags_of(specs["router"]))
     decode = DecodeSettings.load(flags_of(specs["decode-0"]))
-    assert (router.max_queue, router.when_no_prefill) == (5, "decode")
+    assert (router.max_queue, router.decode_prefills) == (5, "never")
     assert (decode.max_queue, decode.kv_memory, decode.enable_prefix_cache) == (5, 1 << 30, False)
 
 
