@@ -14,8 +14,6 @@ from typing import Any, Self
 
 import orjson
 
-from baton.step_totals import StepTotals
-
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -73,10 +71,6 @@ class WorkerRecord:
     num_blocks: int
     load: WorkerLoad
     links: tuple[WorkerLink, ...] = ()
-    chunk_size: int = 512
-    """Token budget of one of its steps."""
-    profile: tuple[StepTotals, ...] = ()
-    """Steps that it measured at its start."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(self)
@@ -89,9 +83,6 @@ class WorkerRecord:
             raw["role"] = Role(raw["role"])
             raw["layout"] = KVLayout(**_known(KVLayout, raw["layout"]))
             raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
-            raw["profile"] = tuple(
-                StepTotals(**_known(StepTotals, totals)) for totals in raw.get("profile", ())
-            )
             raw["links"] = tuple(_link(link) for link in raw.get("links", ()))
             return cls(**_known(cls, raw))
         except (KeyError, TypeError, AttributeError) as error:

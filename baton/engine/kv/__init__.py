@@ -1,1 +1,0 @@
-"""Smaller forms of cached keys and values."""
