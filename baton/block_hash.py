@@ -14,7 +14,8 @@ DIGEST_SIZE = 16
 
 
 def root_hash(fingerprint: str, kv_policy: str = "full", cache_salt: str = "") -> bytes:
-    """Parent of every first block. Fields are length-prefixed, so they cannot run together."""
+    """Parent of every first block; the policy is the `dtype` of a KV layout. Fields are
+    length-prefixed, so they cannot run together."""
     digest = hashlib.blake2b(digest_size=DIGEST_SIZE, person=b"baton-kv")
     for field in (fingerprint, kv_policy, cache_salt):
         raw = field.encode()

@@ -36,12 +36,14 @@ class Cluster:
 
 @contextmanager
 def running_cluster(model: str, *flags: str) -> Iterator[Cluster]:
-    """`baton up` with one prefill worker and whatever else `flags` say."""
+    """`baton up` with one prefill worker and whatever else `flags` say. Every prompt is handed
+    over: these benchmarks measure the split."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     started = time.perf_counter()
-    command = [sys.executable, "-m", "baton", "up", "--port", str(port), "--model", model, *flags]
+    command = [sys.executable, "-m", "baton", "up", "--port", str(port), "--model", model]
+    command += ["--decode-prefills", "never", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:

@@ -40,7 +40,7 @@ class State(Enum):
 
 @dataclass
 class Reservation:
-    """`seq.block_table` holds what the reservation owns at the moment."""
+    """`seq.held_blocks` is what the reservation owns at the moment."""
 
     seq: Sequence
     num_held: int
@@ -154,7 +154,8 @@ class Reservations:
             raise NoFreeBlocks(f"{len(scheduler.waiting)} sequences wait for blocks")
         held = blocks.known_of_handoff(seq)
         # One more block per choice, so that it is not preempted as soon as it starts.
-        wanted = blocks.blocks_for(seq.num_initial_tokens) + len(seq.choices)
+        each = 1 + blocks.num_tail_blocks
+        wanted = blocks.blocks_for(seq.num_initial_tokens) + each * len(seq.choices)
         promised = min(wanted, blocks.num_blocks) - len(held)
         if not blocks.can_take(promised, held):
             raise NoFreeBlocks(f"{promised} blocks needed, {blocks.num_available} available")
@@ -168,12 +169,14 @@ class Reservations:
         seq = reservation.seq
         self._blocks.withdraw_promise(reservation.num_promised)
         missing = self._blocks.blocks_for(seq.num_initial_tokens) - reservation.num_held
-        seq.block_table = seq.block_table + self._blocks.allocate(missing)
+        new = self._blocks.allocate(missing + self._blocks.num_tail_blocks)
+        seq.block_table = seq.block_table + new[:missing]
+        seq.tail_blocks = new[missing:]
 
     def _promise_again(self, reservation: Reservation) -> None:
         seq = reservation.seq
-        self._blocks.release(seq.block_table[reservation.num_held :])
-        seq.block_table = seq.block_table[: reservation.num_held]
+        self._blocks.release(seq.held_blocks[reservation.num_held :])
+        seq.block_table, seq.tail_blocks = seq.block_table[: reservation.num_held], []
         # Others may have grown meanwhile; the blocks just freed are promised in any case.
         reservation.num_promised = min(reservation.num_promised, self._blocks.num_available)
         self._blocks.promise(reservation.num_promised)

@@ -15,6 +15,7 @@ from baton.worker.translate import (
     prompt_from_pb,
     sampling_from_pb,
     step_to_pb,
+    totals_to_pb,
 )
 from decode_service.inbox import Inbox
 from decode_service.worker import DecodeWorker, Done, Event, GenerateJob, Reserved
@@ -73,7 +74,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
             return pb.GenerateEvent(reserved=reserved)
         if isinstance(event, Done):
-            return pb.GenerateEvent(done=pb.GenerateDone(**vars(event)))
+            names = ("prefill_steps", "decode_steps")
+            totals = {name: totals_to_pb(getattr(event, name)) for name in names}
+            return pb.GenerateEvent(done=pb.GenerateDone(**{**vars(event), **totals}))
         tokens = pb.Tokens(
             tokens=[output_to_pb(output) for output in event.outputs],
             step=step_to_pb(event.progress) if event.progress else None,

@@ -17,6 +17,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import FinishReason, Progress, Sequence, StepOutput
 from baton.engine.transfer.base import HandoffRefused
+from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
 from baton.worker.faults import LeaseExpired
 from decode_service.incoming import IncomingHandoff
@@ -59,6 +60,9 @@ class Done:
     num_preemptions: int
     handoff_s: float
     decode_s: float
+    prefill_steps: StepTotals
+    decode_steps: StepTotals
+    queue_s: float
 
 
 Event = Reserved | Stepped | Done
@@ -94,7 +98,7 @@ class _Tally:
         self._left = set(choices)
         self._seqs: dict[int, Sequence] = {}
         self._reserved_at = self.began_at = time.monotonic()
-        self.num_cached_tokens = 0
+        self._queue_s = 0.0
 
     @property
     def all_ended(self) -> bool:
@@ -108,19 +112,32 @@ class _Tally:
 
     def add(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
+            if not self._seqs and output.seq.started_at is not None:
+                self._queue_s = output.seq.started_at - self._reserved_at
             self._seqs[output.seq.seq_id] = output.seq
             if output.finish_reason is not None:
                 self._left.discard(output.choice)
 
     def done(self, prefilled_here: bool) -> Done:
         seqs = self._seqs.values()
+        # Choices of one request run side by side: the longest one saw every step.
+        longest = max(
+            seqs, key=lambda s: s.prefill_steps.steps + s.decode_steps.steps, default=None
+        )
         return Done(
             num_cached_tokens=max((s.num_cached_tokens for s in seqs if prefilled_here), default=0),
             num_recomputed_tokens=sum(s.num_recomputed_tokens for s in seqs),
             num_preemptions=sum(s.num_preemptions for s in seqs),
             handoff_s=self.began_at - self._reserved_at,
             decode_s=time.monotonic() - self.began_at,
+            prefill_steps=longest.prefill_steps if longest else StepTotals(),
+            decode_steps=longest.decode_steps if longest else StepTotals(),
+            queue_s=self._queue_s if prefilled_here else 0.0,
         )
+
+
+def _num_steps(seq: Sequence) -> int:
+    return seq.prefill_steps.steps + seq.decode_steps.steps
 
 
 class DecodeWorker:
@@ -174,6 +191,7 @@ class DecodeWorker:
             output_token_ids=job.output,
             choice=job.choice,
             fingerprint=config.fingerprint,
+            kv_dtype=config.kv_dtype,
             cache_salt=job.cache_salt,
         )
 
@@ -212,7 +230,7 @@ class DecodeWorker:
             task.uncancel()
             raise HandoffRefused("the request has ended or a newer attempt has begun") from None
         finally:
-            handoff.abort()
+            await handoff.abort()
             transfers = self._activity.transfers
             transfers.handoffs += handoff.committed
             transfers.handoffs_failed += not handoff.committed

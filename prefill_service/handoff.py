@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import Sequence, StepOutput
 from baton.engine.transfer.base import FirstToken, KVSender
-from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.plan import plan_frames
 
 
 class Handoff:
@@ -36,7 +36,6 @@ class Handoff:
 
     def advance(self, num_computed_tokens: int) -> None:
         """KV of so many tokens is complete."""
-        self.sender.open()
         self._progress.put_nowait(num_computed_tokens)
 
     async def complete(self, firsts: tuple[StepOutput, ...]) -> None:
@@ -62,18 +61,24 @@ class Handoff:
         try:
             while isinstance(done := await self._progress.get(), int):
                 await self._send_until(done // block_size)
-            await self._send_until(-(-self._seq.num_initial_tokens // block_size))
+            await self._send_until(len(self._seq.held_blocks))
             with self._timed():
                 await self.sender.commit(done)
         finally:
             await self.sender.abort()
 
     async def _send_until(self, end_block: int) -> None:
-        positions = [p for p in range(self._next_block, end_block) if p not in self._held]
+        wanted = self._seq.handoff_positions(self._layout.block_size)
+        due = [p for p in wanted if self._next_block <= p < end_block]
+        positions = [p for p in due if p not in self._held]
         self._next_block = max(self._next_block, end_block)
+        num_layers = self._layout.num_layers
+        layer_block_bytes = self._layout.bytes_per_block // num_layers
+        frame_bytes = self.sender.frame_bytes
         if positions:
             with self._timed():
-                await self.sender.send(FramePlan(0, self._layout.num_layers, tuple(positions)))
+                for plan in plan_frames(positions, num_layers, layer_block_bytes, frame_bytes):
+                    await self.sender.send(plan)
         self.blocks_sent += len(positions)
 
     @contextmanager

@@ -15,6 +15,7 @@ from baton.worker.translate import (
     prompt_from_pb,
     sampling_from_pb,
     step_to_pb,
+    totals_to_pb,
 )
 from prefill_service.pairs import Pairs
 from prefill_service.worker import Done, Event, PrefillJob, PrefillWorker, Started
@@ -66,7 +67,8 @@ def _to_pb(event: Event) -> pb.PrefillEvent:
         return pb.PrefillEvent(started=started)
     if isinstance(event, Done):
         spans = [common_pb2.Span(start=start, end=end) for start, end in event.transfers]
-        done = pb.PrefillDone(**{**vars(event), "transfers": spans})
+        changed = {"transfers": spans, "totals": totals_to_pb(event.totals)}
+        done = pb.PrefillDone(**{**vars(event), **changed})
         return pb.PrefillEvent(done=done)
     tokens = [output_to_pb(output) for output in event.outputs]
     steps = [step_to_pb(progress) for progress in event.chunks]

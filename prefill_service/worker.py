@@ -15,6 +15,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PrefillScheduler
 from baton.engine.sequence import Progress, Sequence, StepOutput
 from baton.engine.transfer.base import KVSender
+from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
 from prefill_service.handoff import Handoff
 
@@ -46,6 +47,8 @@ class Done:
     finished: bool
     transport: str
     transfers: tuple[tuple[float, float], ...]
+    totals: StepTotals
+    exposed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class PrefillWorker:
                 yield Started(seq.num_cached_tokens, queued, started)
                 firsts = await self._follow(stream, step, handoff)
                 first_at = time.monotonic()
+                hidden_bytes = handoff.sender.bytes_sent if handoff else 0
                 yield firsts
                 finished = all(output.finish_reason for output in firsts.outputs)
                 if handoff and not finished:
@@ -101,6 +105,8 @@ class PrefillWorker:
                 finished=finished,
                 transport=handoff.sender.transport if handoff else "",
                 transfers=tuple(handoff.transfers) if handoff else (),
+                totals=seq.prefill_steps,
+                exposed_bytes=handoff.sender.bytes_sent - hidden_bytes if handoff else 0,
             )
 
     def _sequence(self, job: PrefillJob) -> Sequence:
@@ -116,6 +122,7 @@ class PrefillWorker:
             output_token_ids=job.output,
             choice=job.choice,
             fingerprint=config.fingerprint,
+            kv_dtype=config.kv_dtype,
             cache_salt=job.cache_salt,
         )
 

@@ -6,7 +6,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -27,7 +28,7 @@ def main(settings: RouterSettings) -> int:
     """Serves until a signal; the exit code."""
     configure(settings.log_level, settings.log_json, "router")
     try:
-        listener = _listen(settings.host, settings.port)
+        listener = _listen(settings.host, settings.port, settings.reuse_port)
     except SettingsError as error:
         return fail(error)
     with listener:
@@ -63,8 +64,16 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
             failures.append(failure)
             server.should_exit = True
 
+    load_model: Callable[[], TextModel] = partial(_load_model, settings.model)
+    if settings.reuse_port:
+        # The port answers without this router: take no connection before it can serve one.
+        try:
+            model = await asyncio.to_thread(load_model)
+        except Exception as error:
+            return fail(error)
+        load_model = lambda: model  # noqa: E731
     registry = Registry(settings.redis_url)
-    gateway = Gateway(settings, Directory(registry), lambda: _load_model(settings.model))
+    gateway = Gateway(settings, Directory(registry), load_model)
     server = _Server(
         uvicorn.Config(
             create_app(gateway, on_loaded),
@@ -82,11 +91,14 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
     return fail(failures[0]) if failures else 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Bound here, before anything is loaded, so that a taken port is said at once."""
+def _listen(host: str, port: int, shared: bool) -> socket.socket:
+    """Bound here, before anything is loaded, so that a taken port is said at once. A shared port's
+    connections are dealt out by the kernel among the processes that listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:

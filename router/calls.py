@@ -7,7 +7,7 @@ What a worker says about its own fault stays in the log; clients get a plain sen
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -52,10 +52,14 @@ class WorkerContradiction(WorkerFault):
 class WorkerCall:
     """A server-streaming RPC; `cancel` may be called at any time, any number of times."""
 
-    def __init__(self, worker: WorkerRecord, call: Any, trail: CallTrail) -> None:
+    def __init__(
+        self, worker: WorkerRecord, call: Any, trail: CallTrail, heard: Callable[[Any], None]
+    ) -> None:
+        """`heard` gets every event as soon as it comes."""
         self.worker = worker
         self._call = call
         self._trail = trail
+        self._heard = heard
         self._ahead: asyncio.Task[Any] | None = None
         self._left = False
 
@@ -81,6 +85,7 @@ class WorkerCall:
         if event is grpc.aio.EOF:
             return None
         note(event, self._trail, time.monotonic())
+        self._heard(event)
         return event
 
     @asynccontextmanager

@@ -10,10 +10,8 @@ finish reason is always a worker's or a stop string's, never made up here.
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -26,10 +24,12 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefi
 from router.admission import Admission, Slot
 from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFull
 from router.generation import BrokenSequence, Generation
+from router.hold import Hold
 from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
 from router.notes import timed
-from router.placement import NoWorker, Pair, Placement
+from router.placement import NoRoom, NoWorker, Plan
+from router.planner import Planner
 
 MAX_ATTEMPTS = 3
 # A suspect is back after a heartbeat: a request that lost its only worker waits that long.
@@ -45,13 +45,12 @@ class Conductor:
     """`fingerprint` names the model: workers of another one are never asked."""
 
     fingerprint: str
-    placement: Placement
+    planner: Planner
     workers: Workers
     channels: ChannelPool
     admission: Admission
     metrics: RouterMetrics
     settings: RouterSettings
-    _in_flight: Counter[str] = field(default_factory=Counter, init=False)
 
     async def run(self, job: Job, output: Output) -> Served:
         """Serves a job to its end. Raises BatonError when it cannot."""
@@ -69,9 +68,9 @@ class Conductor:
             began_at = time.monotonic()
             try:
                 with timed(trail, "placement"):
-                    pair = await self._choose(leg, full)
-            except NoWorker:
-                if not full:
+                    plan = await self._choose(leg, full, served)
+            except (NoWorker, NoRoom) as error:
+                if isinstance(error, NoWorker) and not full:
                     if leg.output_token_ids:
                         raise leg.failures[-1] from None
                     raise
@@ -80,7 +79,7 @@ class Conductor:
                     await slot.refused()
                 continue
             try:
-                return await self._attempt(leg, pair, output, served, slot)
+                return await self._attempt(leg, plan, output, served, slot)
             except WorkerFull as error:
                 full.add(error.worker.worker_id)
             except WorkerFault as error:
@@ -105,21 +104,19 @@ class Conductor:
             raise errors.exceptions[0] from None
 
     async def _attempt(
-        self, leg: Leg, pair: Pair, output: Output, served: Served, slot: Slot
+        self, leg: Leg, plan: Plan, output: Output, served: Served, slot: Slot
     ) -> None:
         decode: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
-        with self._counted(pair.decode, leg.sampling.n):
+        with self.planner.hold(plan, leg.facts) as hold:
             try:
                 # 1) Decode promises room before any compute is spent.
-                if pair.decode is not None:
-                    decode = self._open_decode(leg, pair.decode, prefill_here=pair.prefill is None)
+                if plan.decode is not None:
+                    decode = self._open_decode(leg, plan.decode, hold)
                     reservation = await self._reserve(leg, decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
-                if pair.prefill is not None:
-                    await self._prefill(
-                        leg, pair.prefill, decode, reservation, output, served, slot
-                    )
+                if plan.prefill is not None:
+                    await self._prefill(leg, hold, decode, reservation, output, served, slot)
                 else:
                     slot.accepted()
                 # 3) Decode goes on from there.
@@ -141,7 +138,7 @@ class Conductor:
     async def _prefill(
         self,
         leg: Leg,
-        worker: WorkerRecord,
+        hold: Hold,
         decode: WorkerCall | None,
         reservation: common_pb2.Reservation | None,
         output: Output,
@@ -149,25 +146,25 @@ class Conductor:
         slot: Slot,
     ) -> None:
         """On one worker; when that is lost, on another for the same promise of room."""
-        while True:
-            prefill, opened_at = self._open_prefill(leg, worker, reservation), time.monotonic()
+        while (worker := hold.plan.prefill) is not None:
+            opened_at = time.monotonic()
+            prefill = self._open_prefill(leg, worker, reservation, hold)
             try:
-                with self._counted(worker, 1):
-                    return await self._follow_prefill(leg, prefill, decode, output, served, slot)
+                return await self._follow_prefill(leg, prefill, decode, output, served, slot)
             except WorkerFault as fault:
                 other = await self._another_prefill(leg, fault, decode)
                 if other is None or reservation is None:
                     raise
                 leg.job.trail.lost(opened_at, time.monotonic(), worker.worker_id, fault.reason)
                 self._give_up_or_retry(leg, fault)
-                worker = other
+                hold.move(other)
                 reservation.generation += 1  # what the lost one may still send is refused
             finally:
                 prefill.cancel()
 
     async def _another_prefill(
         self, leg: Leg, fault: WorkerFault, decode: WorkerCall | None
-    ) -> WorkerRecord | None:
+    ) -> Plan | None:
         """Who can take over for `decode`; None when the promise is lost as well, or was used."""
         if decode is None or fault.worker is decode.worker:
             return None
@@ -183,8 +180,8 @@ class Conductor:
             if record.role is Role.DECODE and record.worker_id != decode.worker.worker_id:
                 avoid.add(record.worker_id)
         try:
-            return self._place(leg, avoid).prefill
-        except NoWorker:
+            return self._plan(leg, avoid, split=True)
+        except (NoWorker, NoRoom):
             return None
 
     async def _follow_prefill(
@@ -316,20 +313,25 @@ class Conductor:
         except grpc.aio.AioRpcError:
             return  # its further tokens are dropped here; the main call shows any real fault
 
-    def _open_decode(self, leg: Leg, worker: WorkerRecord, prefill_here: bool) -> WorkerCall:
+    def _open_decode(self, leg: Leg, worker: WorkerRecord, hold: Hold) -> WorkerCall:
         stub = decode_pb2_grpc.DecodeStub(self.channels.get(worker.address))
         request = decode_pb2.GenerateRequest(
             request_id=leg.job.request_id,
             prompt_token_ids=leg.job.prompt_token_ids,
             sampling=leg.sampling,
             cache_salt=leg.job.cache_salt,
-            prefill_here=prefill_here,
+            prefill_here=hold.plan.prefill is None,
             continuation=leg.continuation,
+            deadline_s=leg.first_token_within_s,
         )
-        return self._call(leg, worker, stub.Generate, request)
+        return self._call(leg, worker, stub.Generate, request, hold)
 
     def _open_prefill(
-        self, leg: Leg, worker: WorkerRecord, destination: common_pb2.Reservation | None
+        self,
+        leg: Leg,
+        worker: WorkerRecord,
+        destination: common_pb2.Reservation | None,
+        hold: Hold,
     ) -> WorkerCall:
         stub = prefill_pb2_grpc.PrefillStub(self.channels.get(worker.address))
         request = prefill_pb2.PrefillRequest(
@@ -339,40 +341,52 @@ class Conductor:
             destination=destination,
             cache_salt=leg.job.cache_salt,
             continuation=leg.continuation,
+            deadline_s=leg.first_token_within_s,
         )
-        return self._call(leg, worker, stub.Prefill, request)
+        return self._call(leg, worker, stub.Prefill, request, hold)
 
     @staticmethod
-    def _call(leg: Leg, worker: WorkerRecord, method: Any, request: Any) -> WorkerCall:
+    def _call(leg: Leg, worker: WorkerRecord, method: Any, request: Any, hold: Hold) -> WorkerCall:
         trail = leg.job.trail.call(
             worker.worker_id, worker.role, time.monotonic(), attempt=len(leg.failures) + 1
         )
-        return WorkerCall(worker, method(request, timeout=leg.job.time_left()), trail)
+        call = method(request, timeout=leg.job.time_left())
+        return WorkerCall(worker, call, trail, hold.heard)
 
-    async def _choose(self, leg: Leg, full: set[str]) -> Pair:
-        """A pair not yet found full; after a failure another one, or a revived one."""
+    async def _choose(self, leg: Leg, full: set[str], served: Served) -> Plan:
+        plan = await self._find(leg, full)
+        if served.plan is None:
+            served.plan = plan
+            if leg.job.explain:
+                served.alternatives = self.planner.alternatives(leg.facts, self._candidates(full))
+        return plan
+
+    async def _find(self, leg: Leg, full: set[str]) -> Plan:
+        """Workers not yet found full; after a failure other ones, or a revived one."""
         failed = {failure.worker.worker_id for failure in leg.failures}
         try:
-            return self._place(leg, full | failed)
+            return self._plan(leg, full | failed)
         except NoWorker:
             if not failed:
                 raise
         give_up_at = time.monotonic() + REVIVAL_S
         while True:
             try:
-                return self._place(leg, full)
+                return self._plan(leg, full)
             except NoWorker:
                 if full or (left := give_up_at - time.monotonic()) <= 0:
                     raise
             await self.workers.wait_changed(left)
 
-    def _place(self, leg: Leg, avoid: set[str]) -> Pair:
-        candidates = [
+    def _plan(self, leg: Leg, avoid: set[str], split: bool = False) -> Plan:
+        return self.planner.plan(leg.facts, self._candidates(avoid), split=split)
+
+    def _candidates(self, avoid: set[str]) -> list[WorkerRecord]:
+        return [
             worker
             for worker in self.workers.snapshot()
             if worker.worker_id not in avoid and worker.layout.fingerprint == self.fingerprint
         ]
-        return self.placement.choose(leg.facts, candidates, self._in_flight)
 
     def _give_up_or_retry(self, leg: Leg, fault: WorkerFault) -> None:
         """Raises the failure of a leg when it was one too many."""
@@ -383,17 +397,3 @@ class Conductor:
         if len(leg.failures) >= MAX_ATTEMPTS:
             raise fault
         self.metrics.retries.labels(f"{worker.role}_failed").inc()
-
-    @contextmanager
-    def _counted(self, worker: WorkerRecord | None, weight: int) -> Iterator[None]:
-        """Counts a request as in flight on a worker: 1 on prefill, a choice each on decode."""
-        if worker is None:
-            yield
-            return
-        self._in_flight[worker.worker_id] += weight
-        try:
-            yield
-        finally:
-            self._in_flight[worker.worker_id] -= weight
-            if not self._in_flight[worker.worker_id]:
-                del self._in_flight[worker.worker_id]

@@ -19,7 +19,9 @@ from router.ledgers import Ledgers
 from router.metrics import RouterMetrics
 from router.openai.errors import unavailable
 from router.openai.prepare import Limits, limits_of
-from router.placement import LeastLoaded
+from router.placement import POLICIES, Rules
+from router.planner import Planner
+from router.targets import DefaultTargets
 from router.text import TextModel
 
 LoadModel = Callable[[], TextModel]
@@ -50,8 +52,14 @@ class Gateway:
         self.directory = directory
         self.channels = ChannelPool(settings.peer_timeout_s)
         self.admission = Admission(settings.max_running, settings.max_queue)
-        self.metrics = RouterMetrics(self.admission)
         self.ledgers = Ledgers(settings)
+        self.planner = Planner(
+            POLICIES[settings.policy](),
+            Rules(settings.decode_prefills, settings.prefill_backlog_s),
+        )
+        self.planner.on_room = self.admission.workers_changed
+        self.metrics = RouterMetrics(self.admission, self.planner)
+        self.default_targets = DefaultTargets(settings)
         self.model: TextModel | None = None
         self.created = int(time.time())
         self._load_model = load_model
@@ -84,7 +92,7 @@ class Gateway:
             return
         self._conductor = Conductor(
             fingerprint=self.model.fingerprint,
-            placement=LeastLoaded(self.settings.when_no_prefill),
+            planner=self.planner,
             workers=self.directory,
             channels=self.channels,
             admission=self.admission,
@@ -98,6 +106,7 @@ class Gateway:
         last_seen: dict[str, float] = {}
         while True:
             await self.directory.wait_changed(RETRY_QUEUE_S)
+            self.planner.saw_workers(self.directory.snapshot())
             self.admission.workers_changed()
             now = time.monotonic()
             last_seen.update((worker.address, now) for worker in self.directory.snapshot())
@@ -130,6 +139,6 @@ class Gateway:
             and (self.model is None or worker.layout.fingerprint == self.model.fingerprint)
         }
         needed = [Role.PREFILL, Role.DECODE]
-        if self.settings.when_no_prefill == "decode":
+        if self.settings.decode_prefills != "never":
             needed = [Role.DECODE]
         return [str(role) for role in needed if role not in present]

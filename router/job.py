@@ -4,6 +4,8 @@ Plain data and two protocols; no behaviour beyond arithmetic.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,7 +15,8 @@ from baton.cluster.workers import WorkerRecord
 from baton.v1 import common_pb2
 from router.calls import WorkerFault
 from router.generation import Delta, Generation
-from router.placement import RequestFacts
+from router.placement import Plan, RequestFacts
+from router.targets import Targets
 
 GRACE_S = 1.0
 
@@ -50,6 +53,13 @@ class Job:
     deadline: float
     trail: Trail = field(default_factory=Trail)
     """Where the time goes, for the ledger."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    targets: Targets = field(default_factory=Targets)
+    tenant: str = ""
+    explain: bool = False
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self.arrived_at
 
     def time_left(self) -> float:
         """For calls to workers: they end a little after the router, who tells the client."""
@@ -82,7 +92,20 @@ class Leg:
     def facts(self) -> RequestFacts:
         done = len(self.output_token_ids)
         num_prompt_tokens = len(self.job.prompt_token_ids) + done
-        return RequestFacts(num_prompt_tokens, self.sampling.max_tokens - done, self.sampling.n)
+        return RequestFacts(
+            num_prompt_tokens,
+            self.sampling.max_tokens - done,
+            self.sampling.n,
+            self.job.targets,
+            self.job.waited_s(),
+        )
+
+    @property
+    def first_token_within_s(self) -> float | None:
+        """Of now, by its target; None without one, and for a leg whose first token is out."""
+        if self.output_token_ids or math.isinf(self.job.targets.ttft_s):
+            return None
+        return max(self.job.targets.ttft_s - self.job.waited_s(), 0.0)
 
     @property
     def continuation(self) -> common_pb2.Continuation | None:
@@ -96,8 +119,11 @@ class Leg:
 
 @dataclass
 class Served:
-    """What one attempt found out."""
+    """What the attempts found out. `plan`: the first one, with `alternatives` when an explanation
+    was asked for."""
 
     num_cached_tokens: int = 0
+    plan: Plan | None = None
+    alternatives: list[Plan] = field(default_factory=list)
     first_token_at: float = 0.0
     last_token_at: float = 0.0

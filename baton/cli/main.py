@@ -6,7 +6,8 @@ everything else. Imports neither torch nor the services until a command needs th
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+LOCAL = "http://127.0.0.1:8000"
+BenchEndpoint = Literal["completions", "chat"]
 # These commands hand their arguments, --help included, to the settings object they build.
 _PASS_THROUGH = {
     "allow_extra_args": True,
@@ -61,7 +64,7 @@ def decode(context: typer.Context) -> None:
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="Where Baton answers.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Where Baton answers.")] = LOCAL,
     message: Annotated[str | None, typer.Option(help="Ask once and end.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     model: Annotated[str | None, typer.Option(help="Model (default: the first served).")] = None,
@@ -79,7 +82,7 @@ def status(
     redis: Annotated[
         str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
     ] = None,
-    url: Annotated[str, typer.Option(help="A router.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the workers of a cluster and their load."""
@@ -88,21 +91,141 @@ def status(
     status(redis, url, as_json)
 
 
+@app.command()
+def bench(
+    url: Annotated[str, typer.Option(help="An OpenAI-compatible server.")] = LOCAL,
+    model: Annotated[str | None, typer.Option(help="Model (default: the first served).")] = None,
+    endpoint: Annotated[BenchEndpoint, typer.Option(help="What to call.")] = "completions",
+    requests: Annotated[int, typer.Option("-n", "--requests", min=1, help="How many.")] = 100,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("-c", "--concurrency", min=1, help="Requests in flight: exactly, or at most."),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Requests per second; without it a closed loop.")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(min=1e-3, help="1 is Poisson, less is burstier, inf is even.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake JSONL, Azure CSV or plain JSONL to replay.")
+    ] = None,
+    scale_length: Annotated[float, typer.Option(min=1e-6, help="Factor on lengths.")] = 1.0,
+    scale_time: Annotated[float, typer.Option(min=0, help="Factor on times.")] = 1.0,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Answer length.")] = 64,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens all prompts share.")] = 0,
+    spread: Annotated[float, typer.Option(min=0, max=1, help="Lengths vary by ± so much.")] = 0.0,
+    ttft_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
+    e2e_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
+    sweep: Annotated[bool, typer.Option(help="Raise the rate until the knee is found.")] = False,
+    seed: Annotated[int, typer.Option(help="Same seed, same load.")] = 0,
+    text: Annotated[bool, typer.Option(help="Prompts as text, not as token ids.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600.0,
+    header: Annotated[list[str] | None, typer.Option(help="NAME: VALUE to send along.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
+    samples: Annotated[bool, typer.Option(help="With every request in the JSON.")] = False,
+) -> None:
+    """Measure a server under load: TTFT, TPOT, ITL, throughput, goodput."""
+    from baton.cli.bench import Bench, bench, headers_of, targets_of
+
+    what = Bench(
+        url=url,
+        model=model,
+        endpoint=endpoint,
+        requests=requests,
+        concurrency=concurrency,
+        rate=rate,
+        burstiness=burstiness,
+        trace=trace,
+        scale_length=scale_length,
+        scale_time=scale_time,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        shared_prefix=shared_prefix,
+        spread=spread,
+        seed=seed,
+        prompt_as_text=text,
+        ignore_eos=ignore_eos,
+        timeout_s=timeout,
+        targets=targets_of(ttft_ms, tpot_ms, e2e_ms),
+        headers=headers_of(header or []),
+    )
+    bench(what, sweep, json_path, samples)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as baton status shows it.")],
+    redis: Annotated[
+        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
+    ] = None,
+    url: Annotated[str, typer.Option(help="A router.")] = "http://127.0.0.1:8000",
+    timeout: Annotated[float, typer.Option(min=0.0, help="Longest wait in seconds.")] = 60.0,
+    undo: Annotated[bool, typer.Option("--undo", help="Take new requests again.")] = False,
+) -> None:
+    """Let a worker finish its requests and take no new ones."""
+    from baton.cli.drain import drain
+
+    drain(worker, redis, url, timeout, undo)
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="Text to complete.")],
+    url: Annotated[str, typer.Option(help="A router.")] = "http://127.0.0.1:8000",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 16,
+    ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Target per further token.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Complete a prompt and show where it went and why."""
+    from baton.cli.explain import Question, explain
+
+    explain(Question(url, prompt, max_tokens, ttft_ms, tpot_ms), as_json)
+
+
 @app.command("kv-size")
 def kv_size(
     model: Annotated[str | None, typer.Argument(help="Model in the store, or a path.")] = None,
     layers: Annotated[int | None, typer.Option(min=1)] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="Element type of the cache.")] = "bfloat16",
+    latent: Annotated[
+        int | None, typer.Option(min=1, help="Values of a latent, instead of heads.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Sliding window of all layers, in tokens.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Element type the model computes in.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="auto, fp8, int8 or int4.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence.")] = 4096,
     params: Annotated[str | None, typer.Option(help="Parameters, such as 135M or 70B.")] = None,
     memory: Annotated[str, typer.Option(help="Memory for the cache.")] = "512MiB",
 ) -> None:
     """Show how large a KV cache is, with the formula."""
-    from baton.cli.kv_size import Question, kv_size
+    from baton.cli.kv_size import Question
+    from baton.cli.kv_size import kv_size as show
 
-    kv_size(Question(model, layers, kv_heads, head_dim, dtype, tokens, params, memory))
+    show(
+        Question(
+            model,
+            layers,
+            kv_heads,
+            head_dim,
+            latent,
+            window,
+            dtype,
+            kv_dtype,
+            block_size,
+            tokens,
+            params,
+            memory,
+        )
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,11 +19,16 @@ TIMEOUT_S = 5.0
 
 
 def status(redis: str | None, url: str, as_json: bool) -> None:
-    workers = asyncio.run(_from_redis(redis)) if redis else _from_router(url)
+    workers = workers_of(redis, url)
     if as_json:
         Console(highlight=False).out(json.dumps([asdict(worker) for worker in workers], indent=2))
     else:
         Console(highlight=False).print(table(workers) if workers else "There are no workers.")
+
+
+def workers_of(redis: str | None, url: str) -> list[WorkerRecord]:
+    """From the registry when a Redis is named, else from a router. Raises BatonError."""
+    return asyncio.run(_from_redis(redis)) if redis else _from_router(url)
 
 
 def table(workers: list[WorkerRecord]) -> Table:

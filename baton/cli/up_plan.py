@@ -29,24 +29,29 @@ class Site:
 
 
 def plan(settings: UpSettings, site: Site) -> list[ChildSpec]:
-    """The router, then prefill workers, then decode workers."""
+    """Routers, then prefill workers, then decode workers."""
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode
     shares = share_cores(site.cores, len(roles)) if roles else []
     workers = [
         _worker(settings, site, role, roles[:index].count(role), cores)
         for index, (role, cores) in enumerate(zip(roles, shares, strict=True))
     ]
-    return [_router(settings, site), *workers]
+    if settings.routers == 1:
+        return [_router(settings, site, "router"), *workers]
+    routers = [_router(settings, site, f"router-{n}") for n in range(settings.routers)]
+    return [*routers, *workers]
 
 
-def _router(settings: UpSettings, site: Site) -> ChildSpec:
-    flags = {
+def _router(settings: UpSettings, site: Site, name: str) -> ChildSpec:
+    flags: dict[str, Any] = {
         "host": settings.host,
         "port": site.port,
         **settings.passed_on(ROUTER_FIELDS + SHARED_FIELDS, site.given),
     }
+    if settings.routers > 1:
+        flags["reuse_port"] = True
     argv = _command("router", settings, site, flags)
-    return ChildSpec("router", argv, _environment(site, 1), ROUTER_STOP_STAGE)
+    return ChildSpec(name, argv, _environment(site, 1), ROUTER_STOP_STAGE)
 
 
 def _worker(

@@ -11,22 +11,28 @@ from pydantic import Field
 from baton.cluster.settings import (
     BlockSize,
     Count,
+    DecodePrefills,
     DType,
+    KVDType,
     LogLevel,
+    Millis,
     Name,
+    Policy,
     Port,
     RedisUrl,
     Seconds,
     Size,
-    WhenNoPrefill,
 )
-from baton.cluster.settings_source import Settings, option
+from baton.cluster.settings_source import Settings, choices, option
 
 WorkerCount = Annotated[int, Field(ge=0, le=64)]
+RouterCount = Annotated[int, Field(ge=1, le=64)]
 _COUNT = "a whole number of at least 1"
+_ROUTERS = "a whole number from 1 to 64"
 _WORKERS = "a whole number from 0 to 64"
 WORKER_FIELDS = (
     "dtype",
+    "kv_dtype",
     "kv_memory",
     "num_blocks",
     "block_size",
@@ -35,14 +41,22 @@ WORKER_FIELDS = (
     "chunk_size",
     "enable_prefix_cache",
 )
-ROUTER_FIELDS = ("max_running", "served_model_name", "when_no_prefill")
+ROUTER_FIELDS = (
+    "max_running",
+    "served_model_name",
+    "policy",
+    "decode_prefills",
+    "ttft_ms",
+    "tpot_ms",
+)
 SHARED_FIELDS = ("max_queue", "log_level", "log_json")
 
 
 class UpSettings(Settings):
-    """A whole cluster on this machine: Redis, a router, prefill and decode workers."""
+    """A whole cluster on this machine: Redis, routers, prefill and decode workers."""
 
     table: ClassVar[str] = "up"
+    routers: RouterCount = option(1, "router processes behind the port", _ROUTERS)
     prefill: WorkerCount = option(1, "prefill workers", _WORKERS)
     decode: WorkerCount = option(1, "decode workers", _WORKERS)
     host: Name = option("127.0.0.1", "address of the HTTP port", "a host name or address")
@@ -66,6 +80,7 @@ class UpSettings(Settings):
         600.0, "longest wait until it can serve", "a positive number of seconds"
     )
     dtype: DType | None = option(None, "as for a worker", "bfloat16 or float32")
+    kv_dtype: KVDType | None = option(None, "as for a worker", "auto, fp8, int8 or int4")
     kv_memory: Size | None = option(None, "as for a worker, each", "a size such as 512MiB or 2GiB")
     num_blocks: Count | None = option(None, "as for a worker", _COUNT)
     block_size: BlockSize | None = option(None, "as for a worker", "a power of two from 1 to 256")
@@ -76,7 +91,12 @@ class UpSettings(Settings):
     max_queue: Count | None = option(None, "as for router and workers", _COUNT)
     max_running: Count | None = option(None, "as for the router", _COUNT)
     served_model_name: Name | None = option(None, "as for the router", "a name without spaces")
-    when_no_prefill: WhenNoPrefill | None = option(None, "as for the router", "refuse or decode")
+    policy: Policy | None = option(None, "as for the router", choices(Policy))
+    decode_prefills: DecodePrefills | None = option(
+        None, "as for the router", choices(DecodePrefills)
+    )
+    ttft_ms: Millis | None = option(None, "as for the router", "a positive number of milliseconds")
+    tpot_ms: Millis | None = option(None, "as for the router", "a positive number of milliseconds")
     log_level: LogLevel | None = option(
         None, "as for every process", "debug, info, warning or error"
     )

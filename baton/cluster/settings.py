@@ -15,11 +15,12 @@ from pydantic_settings import NoDecode
 
 from baton.cluster.redis_client import connect
 from baton.cluster.settings_source import Settings, choices, fail, load_or_exit, option
-from baton.cluster.values import parse_cores, parse_size
+from baton.cluster.values import parse_cores, parse_size, parse_targets
 
 __all__ = [
     "DType",
     "DecodeSettings",
+    "KVDType",
     "PrefillSettings",
     "RouterSettings",
     "Settings",
@@ -30,9 +31,12 @@ __all__ = [
 
 MAX_BLOCK_SIZE = 256
 DType = Literal["bfloat16", "float32"]
+KVDType = Literal["auto", "fp8", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Transport = Literal["auto", "shm", "torch", "grpc"]
-WhenNoPrefill = Literal["refuse", "decode"]
+DecodePrefills = Literal["never", "fallback", "auto"]
+Policy = Literal["slo", "least_loaded", "round_robin", "prefix", "power_of_two"]
+SloPolicy = Literal["best_effort", "reject"]
 
 
 def _redis_url(value: str) -> str:
@@ -46,12 +50,19 @@ def _power_of_two(value: int) -> int:
     return value
 
 
+def _named_targets(value: str) -> str:
+    parse_targets(value)
+    return value
+
+
 def _cores(value: object) -> tuple[int, ...] | None:
     return parse_cores(value)  # type: ignore[arg-type]
 
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Millis = Annotated[float, Field(gt=0, le=86_400_000)]
+NamedTargets = Annotated[str, AfterValidator(_named_targets)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
@@ -61,6 +72,8 @@ Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S+$")]
 
 _COUNT = "a whole number of at least 1"
 _SECONDS = "a positive number of seconds, at most 86400"
+_MILLIS = "a positive number of milliseconds, at most 86400000"
+_TARGETS = "a list such as gold=500/50,free=5000/200/reject (NAME=TTFT/TPOT in ms, - for none)"
 _PORT = "a port from 0 (any free one) to 65535"
 _REDIS = "a URL such as redis://127.0.0.1:6379/0"
 _NAME = "a name without spaces"
@@ -93,6 +106,9 @@ class RouterSettings(CommonSettings):
 
     table: ClassVar[str] = "router"
     port: Port = option(8000, "HTTP port", _PORT)
+    reuse_port: bool = option(
+        False, "share the port with other routers of this cluster on this machine", _SWITCH
+    )
     max_queue: Count = option(256, "requests that may wait for admission", _COUNT)
     max_running: Count = option(1024, "requests in flight at once", _COUNT)
     queue_timeout_s: Seconds = option(30.0, "longest wait for admission", _SECONDS)
@@ -110,9 +126,23 @@ class RouterSettings(CommonSettings):
     ledger_log_bytes: Size = option(
         64 << 20, "size at which the ledger log starts over; one old file is kept", _SIZE
     )
-    when_no_prefill: WhenNoPrefill = option(
-        "refuse", "without a prefill worker: refuse, or let decode prefill", choices(WhenNoPrefill)
+    policy: Policy = option("slo", "how workers are chosen", choices(Policy))
+    decode_prefills: DecodePrefills = option(
+        "auto",
+        "prompts computed by decode itself: never, without a prefill worker, or where that is "
+        "predicted better too",
+        choices(DecodePrefills),
     )
+    prefill_backlog_s: Seconds = option(
+        2.0, "predicted work given to a prefill worker ahead of its turn", _SECONDS
+    )
+    ttft_ms: Millis | None = option(None, "target for the time to first token", _MILLIS)
+    tpot_ms: Millis | None = option(None, "target for the time per further token", _MILLIS)
+    slo_policy: SloPolicy = option(
+        "best_effort", "a request whose targets cannot be met: serve or refuse", choices(SloPolicy)
+    )
+    model_targets: NamedTargets = option("", "targets by served model name", _TARGETS)
+    tenant_targets: NamedTargets = option("", "targets by tenant", _TARGETS)
 
 
 class WorkerSettings(CommonSettings):
@@ -128,6 +158,9 @@ class WorkerSettings(CommonSettings):
         None, "host:port that others reach this worker at (default: host and port)", "host:port"
     )
     dtype: DType = option("bfloat16", "element type of weights and cache", choices(DType))
+    kv_dtype: KVDType = option(
+        "auto", "how the KV cache is kept: as the model computes, or quantized", choices(KVDType)
+    )
     block_size: BlockSize = option(
         16, "tokens per KV block", f"a power of two from 1 to {MAX_BLOCK_SIZE}"
     )
@@ -142,6 +175,9 @@ class WorkerSettings(CommonSettings):
     threads: Count | None = option(None, "compute threads (default: one per core)", _COUNT)
     cores: Cores = option(None, "cores to run on, e.g. 0-1", "a list of cores such as 0-1,3")
     enable_prefix_cache: bool = option(True, "reuse blocks of shared prefixes", _SWITCH)
+    self_profile: bool = option(
+        True, "measure this worker's speed at its first start, for 2 s at most", _SWITCH
+    )
     lease_s: Seconds = option(30.0, "life of a reservation without a hand-off", _SECONDS)
     drain_timeout_s: Seconds = option(30.0, "longest wait for running work at exit", _SECONDS)
     transport: Transport = option(

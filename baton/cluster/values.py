@@ -1,9 +1,10 @@
-"""Readers of the small notations that flags and files use: sizes and lists of cores.
+"""Readers of the small notations that flags and files use: sizes, lists of cores, latency targets.
 
 Pure functions from text to value; a ValueError's text completes "FIELD must be …".
 """
 
 import re
+from typing import NamedTuple
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -49,3 +50,35 @@ def parse_cores(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, ..
 def format_cores(cores: tuple[int, ...]) -> str:
     """The notation that `parse_cores` reads."""
     return ",".join(str(core) for core in cores)
+
+
+class TargetValues(NamedTuple):
+    """Latency targets in milliseconds and what happens when they cannot be met; None: not said."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    policy: str | None = None
+
+
+_TARGET = re.compile(r"\s*([^=,\s]+)=([\d.]+|-)/([\d.]+|-)(?:/(best_effort|reject))?\s*")
+
+
+def parse_targets(text: str) -> dict[str, TargetValues]:
+    """Targets by name of "gold=500/50,free=5000/-/reject"."""
+    targets: dict[str, TargetValues] = {}
+    for part in filter(None, text.split(",")):
+        match = _TARGET.fullmatch(part)
+        if match is None:
+            raise ValueError("a list such as gold=500/50,free=5000/-/reject")
+        name, ttft, tpot, policy = match.groups()
+        targets[name] = TargetValues(_millis(ttft), _millis(tpot), policy)
+    return targets
+
+
+def _millis(text: str) -> float | None:
+    if text == "-":
+        return None
+    value = float(text) if text.count(".") < 2 else 0.0
+    if not 0 < value <= 86_400_000:
+        raise ValueError("a list whose milliseconds are above 0 and at most 86400000")
+    return value

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import orjson
 
+from baton.step_totals import StepTotals
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -71,6 +73,10 @@ class WorkerRecord:
     num_blocks: int
     load: WorkerLoad
     links: tuple[WorkerLink, ...] = ()
+    chunk_size: int = 512
+    """Token budget of one of its steps."""
+    profile: tuple[StepTotals, ...] = ()
+    """Steps that it measured at its start."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(self)
@@ -83,6 +89,9 @@ class WorkerRecord:
             raw["role"] = Role(raw["role"])
             raw["layout"] = KVLayout(**_known(KVLayout, raw["layout"]))
             raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
+            raw["profile"] = tuple(
+                StepTotals(**_known(StepTotals, totals)) for totals in raw.get("profile", ())
+            )
             raw["links"] = tuple(_link(link) for link in raw.get("links", ()))
             return cls(**_known(cls, raw))
         except (KeyError, TypeError, AttributeError) as error:

@@ -20,6 +20,7 @@ Invariant: free + cached + held = total, and promised ≤ free + cached.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from baton.engine.block_events import BlockEvents
 from baton.engine.sequence import NO_BLOCK
 from baton.engine.sequence import Sequence as TokenSequence
 
@@ -30,7 +31,8 @@ class NoFreeBlocks(Exception):
 
 class BlockManager:
     """Reference counts, the prefix cache with its eviction order, and promises. `window`: how
-    many tokens, itself included, a token sees at most; None when some layer sees them all."""
+    many tokens, itself included, a token sees at most; None when some layer sees them all.
+    `num_tail_blocks`: how many each sequence holds beside its table, for its newest tokens."""
 
     def __init__(
         self,
@@ -38,17 +40,22 @@ class BlockManager:
         block_size: int,
         enable_prefix_cache: bool = True,
         window: int | None = None,
+        num_tail_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self.window = window
+        self.num_tail_blocks = num_tail_blocks
         self.num_promised = 0
+        self.events: BlockEvents | None = None
+        """Hears of every block that becomes findable or ceases to be."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._parent_of: dict[bytes, bytes] = {}
 
     @property
     def num_free(self) -> int:
@@ -131,16 +138,23 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Makes a full, computed block findable. The first block with a hash keeps it."""
+    def publish(self, block: int, digest: bytes, parent: bytes = b"") -> None:
+        """Makes a full, computed block findable after `parent` (empty: a first block). The first
+        block with a hash keeps it."""
         if self.enable_prefix_cache and digest not in self._block_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            self._parent_of[digest] = parent
+            self._tell(True, digest, parent)
+
+    def published(self) -> list[tuple[bytes, bytes]]:
+        """Hash and parent of every findable block, oldest first."""
+        return list(self._parent_of.items())
 
     def flush(self) -> None:
         """Forgets every cached block; held blocks stay but are no longer found."""
-        self._block_of.clear()
-        self._hash_of.clear()
+        for block in list(self._hash_of):
+            self._forget(block)
         self._free.extend(self._cached)
         self._cached.clear()
 
@@ -150,7 +164,8 @@ class BlockManager:
         """Publishes the blocks that computation has filled since the last call."""
         hashes = seq.full_block_hashes(self.block_size, seq.num_computed_tokens)
         for position in range(seq.num_published_blocks, len(hashes)):
-            self.publish(seq.block_table[position], hashes[position])
+            parent = hashes[position - 1] if position else b""
+            self.publish(seq.block_table[position], hashes[position], parent)
         seq.num_published_blocks = max(seq.num_published_blocks, len(hashes))
 
     def reusable_prefix(self, seq: TokenSequence) -> list[int]:
@@ -174,8 +189,8 @@ class BlockManager:
             seq.block_table[first:end] = [NO_BLOCK] * (end - first)
 
     def release_sequence(self, seq: TokenSequence) -> None:
-        self.release(seq.block_table)
-        seq.block_table = []
+        self.release(seq.held_blocks)
+        seq.block_table, seq.tail_blocks = [], []
 
     def _reusable_hashes(self, seq: TokenSequence) -> list[bytes]:
         if not self.enable_prefix_cache:
@@ -208,6 +223,8 @@ class BlockManager:
             raise RuntimeError("a cached block has no hash")
         if {d: b for b, d in self._hash_of.items()} != self._block_of:
             raise RuntimeError("hash index and blocks disagree")
+        if self._parent_of.keys() != self._block_of.keys():
+            raise RuntimeError("hash index and parents disagree")
         if holders is not None:
             counts = Counter(block for table in holders for block in table if block != NO_BLOCK)
             wrong = {b: (self._refs[b], counts[b]) for b in range(self.num_blocks)
@@ -222,9 +239,18 @@ class BlockManager:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            self._forget(block)
         self._refs[block] = 1
         return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        self._tell(False, digest, self._parent_of.pop(digest))
+
+    def _tell(self, stored: bool, digest: bytes, parent: bytes) -> None:
+        if self.events is not None:
+            self.events.append((stored, digest, parent))
 
     def _put_back(self, block: int) -> None:
         if block in self._hash_of:

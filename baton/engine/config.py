@@ -19,6 +19,9 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
+    kv_dtype: str = "bfloat16"
+    num_tail_blocks: int = 0
+    """Blocks that each sequence holds for its newest tokens, beside those of its table."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -32,7 +35,13 @@ class EngineConfig:
                 f"({self.max_num_seqs}): every running sequence takes one token of a step"
             )
 
+        if self.num_blocks <= self.num_tail_blocks:
+            raise ValueError(
+                f"num_blocks ({self.num_blocks}) must be above the {self.num_tail_blocks} that a "
+                "sequence of a quantized cache holds for its newest tokens"
+            )
+
     @property
     def capacity(self) -> int:
         """Longest prompt plus output that can ever be held."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        return min(self.max_model_len, (self.num_blocks - self.num_tail_blocks) * self.block_size)

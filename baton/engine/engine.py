@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from baton.engine.accounting import book_step
 from baton.engine.block_manager import BlockManager
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
@@ -69,6 +70,7 @@ class Engine(Generic[S]):
         batch.step.end = time.monotonic()
         with self._changed:
             self.tokens_generated += sum(map(len, sampled))
+            book_step(batch, batch.step.end - batch.step.start)
             return self.scheduler.postprocess(batch, sampled)
 
     def apply(self, change: Callable[[], T]) -> T:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.engine import kv_layout
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
@@ -34,7 +35,8 @@ class Choice:
 
 
 class LLM:
-    """`path` is a model folder in Hugging Face layout; other arguments as in EngineConfig."""
+    """`path` is a model folder in Hugging Face layout; other arguments as in EngineConfig,
+    and `kv_dtype`: "auto" (as the model), "fp8", "int8" or "int4"."""
 
     def __init__(
         self,
@@ -46,8 +48,10 @@ class LLM:
         max_num_seqs: int = 64,
         chunk_size: int = 512,
         enable_prefix_cache: bool = True,
+        kv_dtype: str = "auto",
     ) -> None:
         model, model_config = load_model(Path(path), dtype)
+        layout = KVLayout.of(model_config, block_size, kv_layout.kv_dtype(kv_dtype, dtype))
         self.config = EngineConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -56,10 +60,16 @@ class LLM:
             chunk_size=chunk_size,
             enable_prefix_cache=enable_prefix_cache,
             eos_token_ids=model_config.eos_token_ids,
+            kv_dtype=layout.dtype,
+            num_tail_blocks=layout.num_tail_blocks,
         )
-        cache = KVCache(KVLayout.of(model_config, block_size, dtype), num_blocks)
+        cache = KVCache(layout, num_blocks)
         blocks = BlockManager(
-            num_blocks, block_size, enable_prefix_cache, model_config.widest_window
+            num_blocks,
+            block_size,
+            enable_prefix_cache,
+            model_config.widest_window,
+            layout.num_tail_blocks,
         )
         self.engine = Engine(
             DecodeScheduler(self.config, blocks),
@@ -97,7 +107,7 @@ class LLM:
                 f"prompt ({len(prompt)}) plus max_tokens ({sampling.max_tokens}) is beyond the "
                 f"{self.config.capacity} tokens that fit"
             )
-        return Sequence(prompt, sampling)
+        return Sequence(prompt, sampling, kv_dtype=self.config.kv_dtype)
 
 
 def _collect(choices: list[Choice], output: StepOutput) -> None:

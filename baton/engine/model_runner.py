@@ -9,10 +9,11 @@ from collections.abc import Sequence as ListOf
 import torch
 from torch import Tensor
 
-from baton.engine.kv_cache import KVCache
+from baton.engine.kv_cache import DTYPES, KVCache
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.ops.attention import AttentionBatch, DecodeGroup, PrefillChunk, Rows, Window
-from baton.engine.sequence import ScheduledBatch, ScheduledSequence, Sequence
+from baton.engine.quantized_tables import QuantizedTables
+from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 
 
 class ModelRunner:
@@ -21,16 +22,19 @@ class ModelRunner:
         ours = (config.num_layers, *config.kv_shape, model.dtype)
         theirs = (
             layout.num_layers,
-            layout.num_planes,
+            1 if "latent" in layout.layer_kinds else 2,
             layout.num_kv_heads,
             layout.head_dim,
-            kv_cache.data.dtype,
+            DTYPES[layout.compute_dtype],
         )
         if ours != theirs:
             raise ValueError(f"the KV cache is for {theirs}, the model is {ours}")
         self.model = model
         self.kv_cache = kv_cache
         self._windows: tuple[Window, ...] = tuple(dict.fromkeys(config.windows))
+        self._quantized: QuantizedTables | None = None
+        if layout.quantized is not None:
+            self._quantized = QuantizedTables(layout, self._windows)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Tensor:
@@ -70,6 +74,8 @@ class ModelRunner:
         num_decodes = 0
         while num_decodes < len(items) and items[num_decodes].num_new_tokens == 1:
             num_decodes += 1
+        if self._quantized is not None:
+            return AttentionBatch(slots, quantized=self._quantized.batch(items, num_decodes))
         prefills = []
         start = num_decodes
         for item in items[num_decodes:]:
@@ -79,8 +85,9 @@ class ModelRunner:
         return AttentionBatch(slots, decodes, tuple(prefills))
 
     def _decode_group(self, items: ListOf[ScheduledSequence]) -> DecodeGroup:
-        tables = [self._seen_blocks(item.seq) for item in items]
-        lengths = [self._num_seen(item.seq) + 1 for item in items]
+        size = self.kv_cache.layout.block_size
+        tables = [item.seq.seen_blocks for item in items]
+        lengths = [item.seq.num_seen_tokens(size) + 1 for item in items]
         longest = max(lengths)
         width = self._num_blocks(longest)
         table: list[int] = []
@@ -94,25 +101,17 @@ class ModelRunner:
         return DecodeGroup(len(items), longest, self._rows(table, len(items)), masks)
 
     def _prefill_chunk(self, item: ScheduledSequence, start: int) -> PrefillChunk:
-        computed, new = self._num_seen(item.seq), item.num_new_tokens
+        size = self.kv_cache.layout.block_size
+        computed, new = item.seq.num_seen_tokens(size), item.num_new_tokens
         length = computed + new
         rows = None
         if computed:
-            rows = self._rows(self._seen_blocks(item.seq)[: self._num_blocks(length)])
+            rows = self._rows(item.seq.seen_blocks[: self._num_blocks(length)])
         masks = {
             window: _prefill_mask(computed, length, window, self.model.dtype)
             for window in self._windows
         }
         return PrefillChunk(start, start + new, length, rows, masks)
-
-    def _seen_blocks(self, seq: Sequence) -> list[int]:
-        """Without the blocks outside every window: masks count from the first one left."""
-        return seq.block_table[seq.num_outside_blocks :]
-
-    def _num_seen(self, seq: Sequence) -> int:
-        """Computed tokens in those blocks."""
-        outside = seq.num_outside_blocks * self.kv_cache.layout.block_size
-        return seq.num_computed_tokens - outside
 
     def _rows(self, block_ids: list[int], num_seqs: int = 1) -> Rows:
         first = block_ids[0]

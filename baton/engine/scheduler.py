@@ -155,11 +155,13 @@ class Scheduler:
         if self.running and slots + len(seq.choices) > self.config.max_num_seqs:
             return False
         reused = self.blocks.reusable_prefix(seq)
-        num_new = self.blocks.blocks_for(len(seq.token_ids)) - len(reused)
+        num_tail = self.blocks.num_tail_blocks
+        num_new = self.blocks.blocks_for(len(seq.token_ids)) - len(reused) + num_tail
         if not self._may_start(seq, num_new, reused):
             return False
         self.blocks.acquire(reused)
-        seq.block_table = reused + self.blocks.allocate(num_new)
+        new = self.blocks.allocate(num_new)
+        seq.tail_blocks, seq.block_table = new[:num_tail], reused + new[num_tail:]
         seq.num_computed_tokens = len(reused) * self.blocks.block_size
         seq.num_published_blocks = len(reused)
         if not seq.num_preemptions:
@@ -223,7 +225,7 @@ class DecodeScheduler(Scheduler):
         """One sequence per choice on shared blocks; the first one is `seq` itself."""
         children = [seq.fork(choice) for choice in choices[1:]]
         for child in children:
-            self.blocks.acquire(child.block_table)
+            self.blocks.acquire(child.held_blocks)
         seq.choices = (choices[0],)
         return [seq, *children]
 
@@ -250,18 +252,18 @@ class DecodeScheduler(Scheduler):
     def _slot(self, seq: Sequence, batch: ScheduledBatch) -> bool:
         position = seq.num_computed_tokens // self.blocks.block_size
         grows = position == len(seq.block_table)
-        if not grows and not self.blocks.is_shared(seq.block_table[position]):
-            return True
-        if self.blocks.num_available < 1:
+        shared = [] if grows else [(seq.block_table, position)]
+        shared += [(seq.tail_blocks, i) for i in range(len(seq.tail_blocks))]
+        shared = [(table, i) for table, i in shared if self.blocks.is_shared(table[i])]
+        if self.blocks.num_available < grows + len(shared):
             return False
-        (block,) = self.blocks.allocate(1)
         if grows:
-            seq.block_table.append(block)
-        else:
-            shared = seq.block_table[position]
-            batch.block_copies.append((shared, block))
-            seq.block_table[position] = block
-            self.blocks.release([shared])
+            seq.block_table += self.blocks.allocate(1)
+        for table, i in shared:
+            (own,) = self.blocks.allocate(1)
+            batch.block_copies.append((table[i], own))
+            self.blocks.release([table[i]])
+            table[i] = own
         return True
 
     def _preempt(self, seq: Sequence) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from baton.block_hash import block_hash, root_hash
 from baton.engine.sampling_params import SamplingParams
+from baton.step_totals import StepTotals
 
 _ids = itertools.count()
 
@@ -50,6 +51,7 @@ class Sequence:
         output_token_ids: ListOf[int] = (),
         choice: int | None = None,
         fingerprint: str = "",
+        kv_dtype: str = "bfloat16",
         cache_salt: str = "",
     ) -> None:
         self.seq_id = next(_ids)
@@ -64,7 +66,12 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.started_at: float | None = None
         """Monotonic clock of this process when its first step began; set by the engine."""
+        self.prefill_steps = StepTotals()
+        """Steps that it took part in and that computed any prompt; `decode_steps`: the others."""
+        self.decode_steps = StepTotals()
         self.block_table: list[int] = []
+        self.tail_blocks: list[int] = []
+        """Of a quantized cache: where the newest tokens are until they fill a block."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_published_blocks = 0
@@ -73,7 +80,7 @@ class Sequence:
         self.recompute_below = 0
         """KV of tokens below this was computed before: computing it again is a recompute."""
         self._hashes: list[bytes] = []
-        self._root = root_hash(fingerprint, cache_salt=cache_salt)
+        self._root = root_hash(fingerprint, kv_dtype, cache_salt)
 
     @property
     def choice(self) -> int:
@@ -87,6 +94,30 @@ class Sequence:
     def num_outside_blocks(self) -> int:
         """Leading blocks of the table that were given back."""
         return bisect_right(self.block_table, NO_BLOCK, key=lambda block: min(block, 0))
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Every block that it has a reference to; a hand-off names them by place in this list."""
+        return self.block_table + self.tail_blocks
+
+    @property
+    def seen_blocks(self) -> list[int]:
+        """The table without the blocks outside every window."""
+        return self.block_table[self.num_outside_blocks :]
+
+    def num_seen_tokens(self, block_size: int) -> int:
+        """Computed tokens in those blocks."""
+        return self.num_computed_tokens - self.num_outside_blocks * block_size
+
+    def handoff_positions(self, block_size: int) -> list[int]:
+        """Places in `held_blocks` of what a hand-off of the initial tokens ships: all blocks, or
+        the full ones and, if there is a rest, the tail."""
+        full, rest = divmod(self.num_initial_tokens, block_size)
+        num_blocks = full + (rest > 0)
+        if not self.tail_blocks:
+            return list(range(num_blocks))
+        tail = range(num_blocks, num_blocks + len(self.tail_blocks)) if rest else ()
+        return [*range(full), *tail]
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -108,9 +139,11 @@ class Sequence:
         child.seq_id = next(_ids)
         child.token_ids = list(self.token_ids)
         child.block_table = list(self.block_table)
+        child.tail_blocks = list(self.tail_blocks)
         child._hashes = list(self._hashes)
         child.choices = (choice,)
         child.num_preemptions = child.num_recomputed_tokens = 0
+        child.prefill_steps, child.decode_steps = StepTotals(), StepTotals()
         return child
 
 
@@ -140,9 +173,9 @@ class ScheduledBatch:
     """One step. Decodes (one new token) come first; `block_copies` are (source, target) blocks
     to copy before the forward pass."""
 
-    step: Step = field(default_factory=Step)
     items: list[ScheduledSequence] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
+    step: Step = field(default_factory=Step)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,25 @@ from baton.store.progress import make_reporter
 from baton.store.source import DEFAULT_MODEL
 from baton.store.store import ModelStore, StoredModel
 
-__all__ = ["DEFAULT_MODEL", "ModelStore", "StoreError", "StoredModel", "open_store", "resolve"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "ModelStore",
+    "StoreError",
+    "StoredModel",
+    "home",
+    "open_store",
+    "resolve",
+]
+
+
+def home() -> Path:
+    """What Baton keeps for this user: BATON_HOME, by default ~/.cache/baton."""
+    return Path(os.environ.get("BATON_HOME") or "~/.cache/baton").expanduser()
 
 
 def open_store(progress: bool = True) -> ModelStore:
-    """The store of this user: BATON_HOME, by default ~/.cache/baton."""
-    home = os.environ.get("BATON_HOME") or "~/.cache/baton"
-    return ModelStore(Path(home).expanduser(), make_reporter(progress))
+    """The store of this user."""
+    return ModelStore(home(), make_reporter(progress))
 
 
 def resolve(model: str, progress: bool = True) -> StoredModel:

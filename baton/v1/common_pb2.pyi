@@ -154,3 +154,19 @@ class TransferOffer(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     torch_backends: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StepTotals(_message.Message):
+    __slots__ = ("steps", "prefill_tokens", "attended_tokens", "decode_tokens", "context_tokens", "seconds")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    prefill_tokens: int
+    attended_tokens: int
+    decode_tokens: int
+    context_tokens: int
+    seconds: float
+    def __init__(self, steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., attended_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

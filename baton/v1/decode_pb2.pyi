@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "cache_salt", "prefill_here", "continuation")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "cache_salt", "prefill_here", "continuation", "deadline_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
     cache_salt: str
     prefill_here: bool
     continuation: _common_pb2.Continuation
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., prefill_here: _Optional[bool] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ...) -> None: ...
+    deadline_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., prefill_here: _Optional[bool] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("reserved", "tokens", "done")
@@ -54,18 +56,24 @@ class Tokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ..., step: _Optional[_Union[_common_pb2.Step, _Mapping]] = ..., ready_at: _Optional[float] = ...) -> None: ...
 
 class GenerateDone(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_recomputed_tokens", "num_preemptions", "handoff_s", "decode_s")
+    __slots__ = ("num_cached_tokens", "num_recomputed_tokens", "num_preemptions", "handoff_s", "decode_s", "prefill_steps", "decode_steps", "queue_s")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     num_recomputed_tokens: int
     num_preemptions: int
     handoff_s: float
     decode_s: float
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., handoff_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+    prefill_steps: _common_pb2.StepTotals
+    decode_steps: _common_pb2.StepTotals
+    queue_s: float
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., handoff_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., prefill_steps: _Optional[_Union[_common_pb2.StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[_common_pb2.StepTotals, _Mapping]] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class StopChoiceRequest(_message.Message):
     __slots__ = ("reservation_id", "choice")

@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "destination", "cache_salt", "continuation")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "destination", "cache_salt", "continuation", "deadline_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
     destination: _common_pb2.Reservation
     cache_salt: str
     continuation: _common_pb2.Continuation
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ...) -> None: ...
+    deadline_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("started", "first_tokens", "done")
@@ -56,7 +58,7 @@ class FirstTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[_common_pb2.Step, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished", "transport", "transfers")
+    __slots__ = ("num_computed_tokens", "compute_s", "transfer_s", "bytes_sent", "blocks_sent", "finished", "transport", "transfers", "totals", "exposed_bytes")
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,8 @@ class PrefillDone(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_computed_tokens: int
     compute_s: float
     transfer_s: float
@@ -73,4 +77,6 @@ class PrefillDone(_message.Message):
     finished: bool
     transport: str
     transfers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
-    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ..., transport: _Optional[str] = ..., transfers: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
+    totals: _common_pb2.StepTotals
+    exposed_bytes: int
+    def __init__(self, num_computed_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., finished: _Optional[bool] = ..., transport: _Optional[str] = ..., transfers: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., totals: _Optional[_Union[_common_pb2.StepTotals, _Mapping]] = ..., exposed_bytes: _Optional[int] = ...) -> None: ...

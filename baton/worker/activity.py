@@ -57,9 +57,15 @@ class Activity:
             if self._running == 0:
                 self._idle.set()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests from now on; True when none is running any more."""
+    def stop_taking(self) -> None:
+        """Refuses new requests from now on."""
         self.draining = True
+
+    def take_again(self) -> None:
+        self.draining = False
+
+    async def idle(self, timeout_s: float) -> bool:
+        """True when no request is running, False after the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

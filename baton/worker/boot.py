@@ -13,20 +13,19 @@ import psutil
 import torch
 
 from baton.cluster.errors import SettingsError
-from baton.cluster.settings import PrefillSettings, WorkerSettings
+from baton.cluster.settings import WorkerSettings
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
-from baton.engine.kv_layout import KVLayout
+from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
-from baton.engine.transfer import shm
-from baton.engine.transfer.shm import SharedMemory
 from baton.store import StoredModel, StoreError, resolve
+from baton.worker.profile import Profile, profile
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -40,8 +39,7 @@ class Parts(Generic[S]):
     config: EngineConfig
     vocab_size: int
     model: StoredModel
-    memory: SharedMemory | None = None
-    """Where the cache lies, if decode workers of this host may map it."""
+    profile: Profile = ()
 
 
 def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
@@ -50,33 +48,25 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
     try:
         stored = resolve(settings.model, progress=False)
         model_config = ModelConfig.from_hf(json.loads((stored.path / "config.json").read_text()))
-        layout = KVLayout.of(model_config, settings.block_size, settings.dtype, stored.fingerprint)
+        dtype = kv_dtype(settings.kv_dtype, settings.dtype)
+        layout = KVLayout.of(model_config, settings.block_size, dtype, stored.fingerprint)
         num_blocks = _num_blocks(settings, layout)
         model, model_config = load_model(stored.path, settings.dtype)
     except (StoreError, ValueError) as error:
         raise SettingsError(str(error)) from error
-    config = _engine_config(settings, model_config, num_blocks, stored)
-    memory = shared_memory(settings, layout.bytes_per_block * num_blocks)
-    cache = KVCache(layout, num_blocks, memory=memory.bytes if memory else None)
+    config = _engine_config(settings, model_config, num_blocks, layout)
+    cache = KVCache(layout, num_blocks)
     blocks = BlockManager(
         num_blocks,
         settings.block_size,
         settings.enable_prefix_cache,
         model_config.widest_window,
+        layout.num_tail_blocks,
     )
-    engine = Engine(
-        scheduler_type(config, blocks),
-        blocks,
-        ModelRunner(model, cache),
-        Sampler(config.eos_token_ids),
-    )
-    return Parts(engine, cache, config, model_config.vocab_size, stored, memory)
-
-
-def shared_memory(settings: WorkerSettings, num_bytes: int) -> SharedMemory | None:
-    """For the cache of a prefill worker whose settings let KV go by shared memory."""
-    wanted = isinstance(settings, PrefillSettings) and settings.transport in ("auto", "shm")
-    return SharedMemory(num_bytes) if wanted and shm.supported() else None
+    runner = ModelRunner(model, cache)
+    engine = Engine(scheduler_type(config, blocks), blocks, runner, Sampler(config.eos_token_ids))
+    speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
+    return Parts(engine, cache, config, model_config.vocab_size, stored, speed)
 
 
 def _take_cores(settings: WorkerSettings) -> None:
@@ -109,7 +99,7 @@ def _num_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
 
 
 def _engine_config(
-    settings: WorkerSettings, model: ModelConfig, num_blocks: int, stored: StoredModel
+    settings: WorkerSettings, model: ModelConfig, num_blocks: int, layout: KVLayout
 ) -> EngineConfig:
     longest = model.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > longest:
@@ -126,7 +116,9 @@ def _engine_config(
             max_queue=settings.max_queue,
             enable_prefix_cache=settings.enable_prefix_cache,
             eos_token_ids=model.eos_token_ids,
-            fingerprint=stored.fingerprint,
+            fingerprint=layout.fingerprint,
+            kv_dtype=layout.dtype,
+            num_tail_blocks=layout.num_tail_blocks,
         )
     except ValueError as error:
         raise SettingsError(str(error)) from error

@@ -17,6 +17,7 @@ from baton.cluster.rpc import AddServicer, make_server
 from baton.cluster.settings import fail
 from baton.engine.async_engine import AsyncEngine
 from baton.v1 import worker_pb2_grpc
+from baton.worker.prefix_feed import published_prefixes
 from baton.worker.status import WorkerServicer, WorkerStatus
 
 T = TypeVar("T")
@@ -78,13 +79,15 @@ async def serve(
     status.address = settings.advertised(port)
     registry = Registry(settings.redis_url)
     announcer = Announcer(registry, status.record)
+    status.announce = announcer.announce_now
     engine.start()
     await server.start()
     await announcer.start()
     log.info("ready role=%s id=%s address=%s", status.role, settings.worker_id, status.address)
     try:
-        await signals.drain.wait()
-        await _drain(status, announcer, signals)
+        async with published_prefixes(status):
+            await signals.drain.wait()
+            await _drain(status, signals)
     finally:
         # Leave the registry before the port closes, so that routers stop sending first.
         await announcer.stop()
@@ -94,11 +97,11 @@ async def serve(
     log.info("stopped id=%s", settings.worker_id)
 
 
-async def _drain(status: WorkerStatus, announcer: Announcer, signals: StopSignals) -> None:
+async def _drain(status: WorkerStatus, signals: StopSignals) -> None:
     log.info("draining id=%s", status.settings.worker_id)
-    drained = asyncio.create_task(status.activity.drain(status.settings.drain_timeout_s))
-    await asyncio.sleep(0)  # let the task set `draining` before it is announced
-    announcer.announce_now()
+    status.activity.stop_taking()
+    status.announce()
+    drained = asyncio.create_task(status.activity.idle(status.settings.drain_timeout_s))
     stop_now = asyncio.create_task(signals.now.wait())
     await asyncio.wait({drained, stop_now}, return_when=asyncio.FIRST_COMPLETED)
     stop_now.cancel()

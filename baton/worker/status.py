@@ -1,5 +1,6 @@
 """A worker's account of itself: for the registry, and for whoever asks over gRPC."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -17,7 +18,8 @@ from baton.worker.translate import layout_to_pb
 
 @dataclass
 class WorkerStatus:
-    """`address` is where others reach the worker; set before the first snapshot is taken."""
+    """`address` is where others reach the worker; set before the first snapshot is taken.
+    `announce` tells the registry of a change at once."""
 
     role: Role
     settings: WorkerSettings
@@ -25,6 +27,7 @@ class WorkerStatus:
     parts: Parts
     activity: Activity
     address: str = ""
+    announce: Callable[[], None] = lambda: None
 
     def load(self) -> WorkerLoad:
         scheduler, blocks = self.parts.engine.scheduler, self.parts.engine.blocks
@@ -53,6 +56,8 @@ class WorkerStatus:
             num_blocks=self.parts.config.num_blocks,
             load=self.load(),
             links=self.activity.transfers.links(),
+            chunk_size=self.parts.config.chunk_size,
+            profile=self.parts.profile,
         )
 
     def counters(self) -> pb.WorkerCounters:
@@ -108,4 +113,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext
     ) -> pb.DrainResponse:
-        return pb.DrainResponse(drained=await self._status.activity.drain(request.timeout_s))
+        status, activity = self._status, self._status.activity
+        if request.undo:
+            activity.take_again()
+            status.announce()
+            return pb.DrainResponse(drained=False)
+        activity.stop_taking()
+        status.announce()
+        return pb.DrainResponse(drained=await activity.idle(request.timeout_s))

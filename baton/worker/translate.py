@@ -3,12 +3,13 @@ may see; nothing else in a worker knows protobuf.
 """
 
 from collections.abc import Sequence as ListOf
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, Progress, SampledToken, StepOutput
 from baton.engine.transfer.base import FirstToken
+from baton.step_totals import StepTotals
 from baton.v1 import common_pb2 as pb
 from baton.v1.decode_pb2 import GenerateRequest
 from baton.v1.prefill_pb2 import PrefillRequest
@@ -120,6 +121,10 @@ def first_token_from_pb(message: pb.Token) -> FirstToken:
     top = tuple(zip(ids, values, strict=True))
     token = SampledToken(message.token_id, logprob, top)
     return FirstToken(message.choice, token, message.index, _REASON_FROM_PB[message.finish_reason])
+
+
+def totals_to_pb(totals: StepTotals) -> pb.StepTotals:
+    return pb.StepTotals(**asdict(totals))
 
 
 _LAYOUT_FIELDS = [field.name for field in fields(KVLayout) if field.name != "layer_kinds"]

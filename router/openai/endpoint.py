@@ -31,7 +31,9 @@ from router.openai.format import ChatFormat, CompletionFormat, Format, Head, usa
 from router.openai.outputs import Gathered, Streamed
 from router.openai.prepare import Limits, Prepared, prepare_chat, prepare_completion
 from router.openai.schema import Body, ChatBody, CompletionBody, parse
+from router.openai.slo import Wishes, wishes
 from router.openai.sse import DONE, error_event
+from router.placement.explain import explained
 from router.text import TextModel
 
 _log = logging.getLogger(__name__)
@@ -122,6 +124,7 @@ class Endpoint:
     ) -> Call:
         gateway, kind = self._gateway, self._kind
         body = parse(kind.body, payload)
+        asked = wishes(exchange.header, body.slo)
         model, conductor = gateway.ready_model()
         if body.model not in (None, gateway.served_name, gateway.settings.model):
             raise errors.model_not_found(body.model)
@@ -134,13 +137,16 @@ class Endpoint:
         ledger.stream, ledger.n = prepared.stream, prepared.sampling[0].n
         ledger.num_prompt_tokens = sum(map(len, prepared.prompts))
         timing = prepared.timing or _switch(exchange, TIMING_HEADER)
-        jobs = self._jobs(prepared, head.id, deadline, ledger)
+        jobs = self._jobs(prepared, head.id, deadline, asked, ledger)
         return Call(prepared, conductor, model, format, jobs, ledger, timing)
 
     def _jobs(
-        self, prepared: Prepared, answer_id: str, deadline: float, ledger: Ledger
+        self, prepared: Prepared, answer_id: str, deadline: float, asked: Wishes, ledger: Ledger
     ) -> list[Job]:
-        settings = self._gateway.settings
+        gateway, settings = self._gateway, self._gateway.settings
+        targets = gateway.default_targets.targets(
+            asked.targets, asked.priority, gateway.served_name, asked.tenant
+        )
         now = asyncio.get_running_loop().time()
         return [
             Job(
@@ -151,6 +157,10 @@ class Endpoint:
                 queue_deadline=now + settings.queue_timeout_s,
                 deadline=deadline,
                 trail=ledger.trail(),
+                arrived_at=ledger.started,
+                targets=targets,
+                tenant=asked.tenant,
+                explain=asked.explain,
             )
             for i, (prompt, sampling) in enumerate(
                 zip(prepared.prompts, prepared.sampling, strict=True)
@@ -169,7 +179,7 @@ class Endpoint:
             for choice in output.best(prepared.num_choices, echo, prepared.logprobs is not None)
         ]
         with timed(call.ledger.own, "flush"):
-            fields = _closing(call, {"usage": _usage(call, outputs, served)})
+            fields = self._closing(call, served, {"usage": _usage(call, outputs, served)})
             await exchange.send_json(200, call.format.whole(choices, fields))
         return outputs, served
 
@@ -184,10 +194,26 @@ class Endpoint:
         served = await _run_all(call, outputs)
         with timed(call.ledger.own, "flush"):
             usage = {"usage": _usage(call, outputs, served)} if prepared.include_usage else {}
-            fields = _closing(call, usage)
+            fields = self._closing(call, served, usage)
             last = call.format.closing(fields) if fields else b""
             await exchange.end_events(last + DONE)
         return outputs, served
+
+    def _closing(
+        self, call: Call, served: Sequence[Served], fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        """With whatever the client asked to be told."""
+        decisions = [
+            explained(self._gateway.settings.policy, job.targets, found.plan, found.alternatives)
+            | {"measured_ttft_ms": round((found.first_token_at - job.arrived_at) * 1e3, 3)}
+            for job, found in zip(call.jobs, served, strict=True)
+            if job.explain and found.plan is not None
+        ]
+        if decisions:
+            fields["placement"] = decisions
+        if call.timing:
+            fields["timing"] = call.ledger.timing(time.monotonic())
+        return fields
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         if error.status >= 500:
@@ -208,10 +234,14 @@ class Endpoint:
             metrics.prompt_tokens.inc(len(job.prompt_token_ids))
             metrics.cached_tokens.inc(found.num_cached_tokens)
             metrics.output_tokens.inc(output.generation.num_tokens)
-            metrics.ttft.observe(found.first_token_at - started)
-            steps = max(choice.num_tokens for choice in output.generation.choices) - 1
-            if steps > 0:
-                metrics.tpot.observe((found.last_token_at - found.first_token_at) / steps)
+            ttft_s, tpot_s = found.first_token_at - started, 0.0
+            metrics.ttft.observe(ttft_s)
+            longest = max(choice.num_tokens for choice in output.generation.choices)
+            if longest > 1:
+                tpot_s = (found.last_token_at - found.first_token_at) / (longest - 1)
+                metrics.tpot.observe(tpot_s)
+            metrics.count_targets(job.targets, ttft_s, tpot_s)
+            self._gateway.planner.saw_output(longest)
 
 
 def _decode_json(body: bytes) -> Any:
@@ -227,12 +257,6 @@ def _switch(exchange: Exchange, name: str) -> bool:
     if value not in ("0", "1", "false", "true"):
         raise invalid(name, f"{name} must be 1 or 0.", "invalid_value")
     return value in ("1", "true")
-
-
-def _closing(call: Call, fields: dict[str, Any]) -> dict[str, Any]:
-    if call.timing:
-        fields["timing"] = call.ledger.timing(time.monotonic())
-    return fields
 
 
 def _generation(call: Call, i: int) -> Generation:

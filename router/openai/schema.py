@@ -18,6 +18,7 @@ from router.openai.fields import (
     parse_prompts,
     parse_stop,
 )
+from router.openai.slo import Slo
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -101,6 +102,7 @@ class GenerationBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timing: bool | None = None
+    slo: Slo | None = None
 
     @property
     def num_choices(self) -> int:

@@ -1,9 +1,10 @@
-"""Every family in fp32: a prefill worker and a decode worker give the offline engine's tokens."""
+"""Every family and kind of cache in fp32: two workers give the offline engine's tokens."""
 
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,20 @@ from tests.support.families import reference_model
 from tests.support.tiny import VOCAB, RunningWorker, run_decode, run_prefill
 
 BLOCK, CHUNK, MAX_TOKENS, WINDOW = 4, 16, 20, 9
-FAMILIES = (
-    "mistral",
+QUICK = ("mistral", "gemma2", "deepseek_v2", "llama int4")
+MORE = (
     "gpt2",
     "gemma",
-    "gemma2",
     "gemma3_text",
     "phi3",
     "mixtral",
-    "deepseek_v2",
+    "llama fp8",
+    "llama int8",
+    "mistral int8",
+    "gemma2 int4",
 )
+"""A family, and how its cache is kept if not as it computes."""
+CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 
 
 @dataclass
@@ -34,17 +39,19 @@ class Served:
     client: PairClient
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=CASES)
 async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
+    family, _, kind = request.param.partition(" ")
     # Weights large enough to give varied text.
-    changes = {"sliding_window": WINDOW} if request.param == "mistral" else {}
-    model = reference_model(request.param, spread=0.4, vocab_size=VOCAB, **changes)
+    changes = {"sliding_window": WINDOW} if family == "mistral" else {}
+    model = reference_model(family, spread=0.4, vocab_size=VOCAB, **changes)
     model.save_pretrained(tmp_path)
-    values = {"block_size": BLOCK, "chunk_size": CHUNK, "max_num_seqs": 8}
-    llm = LLM(tmp_path, "float32", num_blocks=64, **values, enable_prefix_cache=False)
+    values: dict[str, Any] = {"block_size": BLOCK, "chunk_size": CHUNK, "max_num_seqs": 8}
+    values["kv_dtype"] = kind or "auto"
+    llm = LLM(tmp_path, "float32", num_blocks=128, **values, enable_prefix_cache=False)
     async with (
-        run_prefill(tmp_path, **values) as prefill,
-        run_decode(tmp_path, **values) as decode,
+        run_prefill(tmp_path, num_blocks=128, **values) as prefill,
+        run_decode(tmp_path, num_blocks=128, **values) as decode,
         PairClient(prefill, decode) as client,
     ):
         yield Served(llm, prefill, decode, client)
@@ -69,10 +76,13 @@ async def test_a_split_request_gives_the_offline_tokens_cold_and_warm(served: Se
     assert transfers.handoffs == served.decode.status.activity.transfers.handoffs == 10
     window = served.prefill.parts.engine.blocks.window
     outside = [max(0, n + 1 - window) // BLOCK if window else 0 for n in lengths]
-    cold = sum(-(-n // BLOCK) - o for n, o in zip(lengths, outside, strict=True))
-    sent = cold + sum(-(-n // BLOCK) - (n - 1) // BLOCK for n in lengths)
-    assert transfers.blocks == sent
-    assert transfers.bytes == sent * served.prefill.parts.cache.layout.bytes_per_block
+    layout = served.prefill.parts.cache.layout
+    # A last block that is not full is shipped as it is, or as the blocks of the tail.
+    rest = [(layout.num_tail_blocks or 1) * (n % BLOCK > 0) for n in lengths]
+    cold = sum(n // BLOCK - o + r for n, o, r in zip(lengths, outside, rest, strict=True))
+    warm_sent = sum(n // BLOCK - (n - 1) // BLOCK + r for n, r in zip(lengths, rest, strict=True))
+    assert transfers.blocks == cold + warm_sent
+    assert transfers.bytes == transfers.blocks * layout.bytes_per_block
     assert served.decode.parts.engine.scheduler.prefill_tokens_computed == 0, "silent re-prefill"
     await served.prefill.wait_idle()
     await served.decode.wait_idle()
@@ -88,7 +98,8 @@ async def test_choices_of_one_prompt_and_preempted_ones_give_the_offline_tokens(
     sampling = SamplingParams(temperature=0.8, seed=5, n=3, max_tokens=60, ignore_eos=True)
     ((first, second, third),) = served.llm.generate([prompt], sampling)
     engine = served.decode.parts.engine
-    taken = engine.apply(lambda: engine.blocks.allocate(24))
+    room = 40 + 3 * engine.blocks.num_tail_blocks
+    taken = engine.apply(lambda: engine.blocks.allocate(engine.blocks.num_blocks - room))
     answer = await served.client.serve(
         prompt, sampling_pb(temperature=0.8, seed=5, n=3, max_tokens=60, ignore_eos=True)
     )

@@ -133,6 +133,20 @@ async def test_eight_at_a_time_on_two_pairs_give_the_offline_tokens_streamed(
         assert (await two_pairs.info(worker)).counters.handoffs > 0, "a worker was never used"
 
 
+async def test_decode_prefilling_in_its_own_batches_gives_the_offline_tokens(
+    prompts: list[GoldenPrompt], expected: list[list[ExpectedChoice]]
+) -> None:
+    """Conditional disaggregation: the same tokens without a hand-off."""
+    async with running_cluster(prefills=0, router={"decode_prefills": "auto"}) as cluster:
+        answers = await ask_all(cluster, prompts[::6], 4, stream=False)
+        for prompt, answer, wanted in zip(prompts[::6], answers, expected[::6], strict=True):
+            assert_equal(answer, wanted, prompt.name)
+        decode = await cluster.totals(cluster.decodes)
+        computed = sum(answer.counts[0] - answer.num_cached for answer in answers)
+        assert decode.prefill_tokens_computed == computed and decode.handoffs == 0
+        await cluster.settle()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -151,7 +151,7 @@ async def test_a_client_that_leaves_has_a_ledger_of_what_it_saw(cluster: Cluster
 
 
 async def test_decode_that_prefills_by_itself_shows_its_chunks(tiny_chat: StoredModel) -> None:
-    router = {"when_no_prefill": "decode"}
+    router = {"decode_prefills": "fallback"}
     async with running_cluster(tiny_chat, prefills=0, decodes=1, router=router) as alone:
         ledger = await check(alone, "alone", body(prompt(random.Random(5), 150)))
     phases = ledger["timing"]["phases"]

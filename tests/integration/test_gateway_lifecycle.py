@@ -268,7 +268,7 @@ async def test_workers_of_another_model_are_never_asked(gateway: RunningGateway)
 
 async def test_without_prefill_decode_may_do_all_when_allowed(model: TextModel) -> None:
     async with running_gateway(
-        model, scripted(TEXT), prefills=0, when_no_prefill="decode"
+        model, scripted(TEXT), prefills=0, decode_prefills="fallback"
     ) as gateway:
         gateway.cluster.decodes[0].behaviour.num_cached_tokens = 7
         assert (await gateway.client.get("/health/ready")).status_code == 200

@@ -230,7 +230,14 @@ async def running_cluster(
     stored = resolve(model, progress=False) if isinstance(model, str) else model
     redis = EmbeddedRedis()
     url = await redis.start()
-    values = {"dtype": "float32", "chunk_size": 64, "num_blocks": 256, "threads": 1, **worker}
+    values = {
+        "dtype": "float32",
+        "chunk_size": 64,
+        "num_blocks": 256,
+        "threads": 1,
+        "self_profile": False,
+        **worker,
+    }
     cluster = Cluster(stored, url, values)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(redis.stop)
@@ -253,7 +260,12 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
     """Router and client. The client keeps no connection: each request is a new client."""
     stored = cluster.model
     settings = RouterSettings.build(
-        **{"redis_url": cluster.redis_url, "model": stored.name} | values
+        **{
+            "redis_url": cluster.redis_url,
+            "model": stored.name,
+            "decode_prefills": "never",  # tests count hand-offs
+        }
+        | values
     )
     registry = Registry(cluster.redis_url)
     cluster.gateway = Gateway(

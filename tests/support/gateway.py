@@ -84,7 +84,7 @@ async def running_gateway(
     for _ in range(decodes):
         await cluster.add_decode()
     load = model if callable(model) else lambda: model
-    config = RouterSettings.build(**{"model": "bytes", **settings})
+    config = RouterSettings.build(**{"model": "bytes", "decode_prefills": "never", **settings})
     gateway = Gateway(config, cluster.directory, load)  # type: ignore[arg-type]
     loaded = asyncio.Event()
     app = create_app(gateway, lambda failure: loaded.set())

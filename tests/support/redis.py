@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
+from baton.step_totals import StepTotals
 
 T = TypeVar("T")
 LAYOUT = KVLayout("f" * 16, 2, 1, 8, 16, "float32")
@@ -26,6 +27,7 @@ def make_record(
         max_num_seqs=8,
         num_blocks=64,
         load=dataclasses.replace(WorkerLoad(free_blocks=64), **load),
+        profile=(StepTotals(1, 16, 136, 0, 0, 0.01),),
     )
 
 
@@ -45,6 +47,21 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 (what is asked tells nobody)
             await asyncio.sleep(0.02)
+
+
+async def until_equal(read: Callable[[], Awaitable[object]], wanted: object) -> None:
+    """Until what is read is what is wanted; else fails with what it was at last."""
+    found: object = None
+
+    async def equal() -> bool:
+        nonlocal found
+        found = await read()
+        return found == wanted
+
+    try:
+        await until(equal)
+    except TimeoutError:
+        raise AssertionError(f"{found} instead of {wanted}") from None
 
 
 async def within(timeout_s: float, awaited: Awaitable[T]) -> T:

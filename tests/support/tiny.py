@@ -19,7 +19,7 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
-from baton.engine.kv_layout import KVLayout
+from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
@@ -27,7 +27,7 @@ from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
-from baton.worker.boot import Parts, shared_memory
+from baton.worker.boot import Parts
 from baton.worker.status import WorkerServicer, WorkerStatus
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
@@ -71,9 +71,9 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
     """As `boot`, without the store and without touching the process."""
     model, model_config = _model(path)
     num_blocks = settings.num_blocks or 64
-    layout = KVLayout.of(model_config, settings.block_size, "float32", "tiny")
-    memory = shared_memory(settings, layout.bytes_per_block * num_blocks)
-    cache = KVCache(layout, num_blocks, memory=memory.bytes if memory else None)
+    dtype = kv_dtype(settings.kv_dtype, "float32")
+    layout = KVLayout.of(model_config, settings.block_size, dtype, "tiny")
+    cache = KVCache(layout, num_blocks)
     config = EngineConfig(
         num_blocks=num_blocks,
         block_size=settings.block_size,
@@ -83,15 +83,22 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         max_queue=settings.max_queue,
         eos_token_ids=model_config.eos_token_ids,
         fingerprint="tiny",
+        kv_dtype=dtype,
+        num_tail_blocks=layout.num_tail_blocks,
     )
-    blocks = BlockManager(num_blocks, settings.block_size, window=model_config.widest_window)
+    blocks = BlockManager(
+        num_blocks,
+        settings.block_size,
+        window=model_config.widest_window,
+        num_tail_blocks=layout.num_tail_blocks,
+    )
     engine = Engine(
         scheduler_type(config, blocks),
         blocks,
         ModelRunner(model, cache),
         Sampler(config.eos_token_ids),
     )
-    return Parts(engine, cache, config, VOCAB, StoredModel("tiny", path, "tiny"), memory)
+    return Parts(engine, cache, config, VOCAB, StoredModel("tiny", path, "tiny"))
 
 
 @dataclass
@@ -130,7 +137,7 @@ async def run_prefill(path: Path, **settings: Any) -> AsyncIterator[RunningWorke
     config = PrefillSettings.build(**values)
     parts = make_parts(path, config, PrefillScheduler)
     engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
-    pairs = Pairs(config, parts.cache, channels, parts.memory)
+    pairs = Pairs(config, parts.cache, channels)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
     status = WorkerStatus(Role.PREFILL, config, new_incarnation(), parts, activity)

@@ -24,7 +24,10 @@ VOCAB = 97
 class ToyRunner:
     """Counts what it computed; `batches` holds (seq_id, num_new_tokens) per item per step."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int | None = None, num_tail_blocks: int = 0
+    ) -> None:
+        self.num_tail_blocks = num_tail_blocks
         self.window = window
         self.block_size = block_size
         self.kv = [[-1] * block_size for _ in range(num_blocks)]
@@ -46,13 +49,20 @@ class ToyRunner:
         self.tokens_computed += num_new
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_new):
             block = seq.block_table[position // self.block_size]
-            self.kv[block][position % self.block_size] = seq.token_ids[position]
+            newest = seq.tail_blocks[-1] if self.num_tail_blocks else block
+            self.kv[newest][position % self.block_size] = seq.token_ids[position]
+            if (position + 1) % self.block_size == 0:
+                self.kv[block] = list(self.kv[newest])
 
     def _read(self, seq: Sequence, num_new: int) -> list[int]:
         end = seq.num_computed_tokens + num_new
         window = end if self.window is None else self.window
         first = max(0, seq.num_computed_tokens + 1 - window)
         tables = [seq.block_table[p // self.block_size] for p in range(first, end)]
+        if self.num_tail_blocks:
+            assert len(seq.tail_blocks) == self.num_tail_blocks
+            rest = end % self.block_size
+            tables[len(tables) - rest :] = [seq.tail_blocks[-1]] * min(rest, len(tables))
         assert NO_BLOCK not in tables, f"sequence {seq.seq_id} gave back what it still sees"
         slots = zip(tables, range(first, end), strict=True)
         tokens = [self.kv[block][p % self.block_size] for block, p in slots]
@@ -72,13 +82,16 @@ def toy_engine(
     num_blocks: int = 64,
     block_size: int = 4,
     window: int | None = None,
+    num_tail_blocks: int = 0,
     **config: object,
 ) -> tuple[Engine[Scheduler], ToyRunner]:
     settings = {"chunk_size": 16, "max_num_seqs": 8, **config}
-    engine_config = EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
-    blocks = BlockManager(num_blocks, block_size, engine_config.enable_prefix_cache, window)
+    sizes = {"num_blocks": num_blocks, "num_tail_blocks": num_tail_blocks, **settings}
+    engine_config = EngineConfig(block_size=block_size, **sizes)  # type: ignore[arg-type]
+    prefix_cache = engine_config.enable_prefix_cache
+    blocks = BlockManager(num_blocks, block_size, prefix_cache, window, num_tail_blocks)
     scheduler_type = {"decode": DecodeScheduler, "prefill": PrefillScheduler}[role]
-    runner = ToyRunner(num_blocks, block_size, window)
+    runner = ToyRunner(num_blocks, block_size, window, num_tail_blocks)
     scheduler = scheduler_type(engine_config, blocks)
     return Engine(scheduler, blocks, runner, Sampler(engine_config.eos_token_ids)), runner
 
@@ -88,7 +101,7 @@ def run_to_end(engine: Engine[Scheduler], max_steps: int = 2000) -> list[StepOut
     outputs: list[StepOutput] = []
     for _ in range(max_steps):
         step = engine.step()
-        engine.blocks.check_integrity([s.block_table for s in engine.scheduler.sequences()])
+        engine.blocks.check_integrity([s.held_blocks for s in engine.scheduler.sequences()])
         if step is None:
             assert not engine.scheduler.has_work(), "work is left but nothing can run"
             return outputs

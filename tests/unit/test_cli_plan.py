@@ -74,6 +74,17 @@ def test_redis_and_its_password_reach_the_children_by_environment_not_by_flag() 
         assert not any("redis" in argument for argument in spec.argv)
 
 
+def test_several_routers_share_the_port_and_stop_before_the_workers() -> None:
+    specs = planned("--routers=3")
+    names = [name for name in specs if name.startswith("router")]
+    assert names == ["router-0", "router-1", "router-2"]
+    for name in names:
+        router = RouterSettings.load(flags_of(specs[name]))
+        assert (router.port, router.reuse_port) == (8123, True)
+        assert specs[name].stop_stage < specs["decode-0"].stop_stage
+    assert not RouterSettings.load(flags_of(planned()["router"])).reuse_port
+
+
 def test_threads_per_worker_overrides_the_share() -> None:
     spec = planned("--threads-per-worker=3")["decode-0"]
     assert DecodeSettings.load(flags_of(spec)).threads == 3
@@ -82,11 +93,11 @@ def test_threads_per_worker_overrides_the_share() -> None:
 
 def test_flags_for_children_reach_those_that_have_them() -> None:
     specs = planned(
-        "--kv-memory=1GiB", "--no-enable-prefix-cache", "--max-queue=5", "--when-no-prefill=decode"
+        "--kv-memory=1GiB", "--no-enable-prefix-cache", "--max-queue=5", "--decode-prefills=never"
     )
     router = RouterSettings.load(flags_of(specs["router"]))
     decode = DecodeSettings.load(flags_of(specs["decode-0"]))
-    assert (router.max_queue, router.when_no_prefill) == (5, "decode")
+    assert (router.max_queue, router.decode_prefills) == (5, "never")
     assert (decode.max_queue, decode.kv_memory, decode.enable_prefix_cache) == (5, 1 << 30, False)
 
 

@@ -14,7 +14,13 @@ TOKENS = list(range(100, 165))
 
 def test_a_prompt_has_the_hashes_that_the_engine_gives_its_blocks() -> None:
     for salt in ("", "tenant-a"):
-        seq = Sequence(TOKENS, SamplingParams(), fingerprint=LAYOUT.fingerprint, cache_salt=salt)
+        seq = Sequence(
+            TOKENS,
+            SamplingParams(),
+            fingerprint=LAYOUT.fingerprint,
+            kv_dtype=LAYOUT.dtype,
+            cache_salt=salt,
+        )
         expected = seq.full_block_hashes(LAYOUT.block_size)
         assert PromptBlocks(TOKENS, salt).hashes(LAYOUT) == expected
         assert len(expected) == 4
@@ -22,7 +28,7 @@ def test_a_prompt_has_the_hashes_that_the_engine_gives_its_blocks() -> None:
 
 def test_hashes_are_a_chain_over_full_blocks() -> None:
     first, second, *_ = PromptBlocks(TOKENS).hashes(LAYOUT)
-    assert first == block_hash(root_hash(LAYOUT.fingerprint), TOKENS[:16])
+    assert first == block_hash(root_hash(LAYOUT.fingerprint, LAYOUT.dtype), TOKENS[:16])
     assert second == block_hash(first, TOKENS[16:32])
 
 
@@ -30,6 +36,8 @@ def test_each_block_size_and_model_has_its_own_chain() -> None:
     blocks = PromptBlocks(TOKENS)
     other_size = dataclasses.replace(LAYOUT, block_size=32)
     other_model = dataclasses.replace(LAYOUT, fingerprint="another")
+    quantized = dataclasses.replace(LAYOUT, dtype="int8/float32")
+    assert blocks.hashes(quantized) != blocks.hashes(LAYOUT)
     assert len(blocks.hashes(other_size)) == 2
     chains = [blocks.hashes(layout) for layout in (LAYOUT, other_size, other_model)]
     assert len({chain[0] for chain in chains}) == 3

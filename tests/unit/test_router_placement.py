@@ -1,89 +1,248 @@
-"""Placement is a pure choice: least loaded, same layout, big enough, not draining."""
+"""Placement is a pure choice: the rules that every policy keeps, and what each adds."""
 
 import dataclasses
+import inspect
+import math
 
 import pytest
 
-from baton.cluster.workers import Role, WorkerLoad, WorkerRecord
-from router.placement import LeastLoaded, NoWorker, RequestFacts
+import router.placement as placement
+from baton.cluster.workers import WorkerLoad
+from router.placement import POLICIES, Candidate, NoRoom, NoWorker, Plan, RequestFacts, Rules, place
+from router.predictor import Predictor
+from router.targets import Targets
+from tests.support.candidates import decode, prefill, speed
 from tests.support.stub_workers import LAYOUT
 
 FACTS = RequestFacts(num_prompt_tokens=100, max_tokens=50, n=1)
+APART = Rules(decode_prefills="never")
+every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
-def worker(role: Role, name: str, running: int = 0, **changes: object) -> WorkerRecord:
-    record = WorkerRecord(
-        worker_id=name,
-        incarnation="1",
-        role=role,
-        address="127.0.0.1:1",
-        model="m",
-        layout=LAYOUT,
-        max_model_len=512,
-        max_num_seqs=8,
-        num_blocks=100,
-        load=WorkerLoad(running=running),
-    )
-    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+def plan(
+    *candidates: Candidate,
+    policy: str = "slo",
+    facts: RequestFacts = FACTS,
+    rules: Rules = APART,
+    predictor: Predictor | None = None,
+) -> Plan:
+    return place(POLICIES[policy](), facts, candidates, predictor or Predictor(), rules)
 
 
-def prefill(name: str = "p", running: int = 0, **changes: object) -> WorkerRecord:
-    return worker(Role.PREFILL, name, running, **changes)
+def names(chosen: Plan) -> tuple[str | None, str | None]:
+    return tuple(w.worker_id if w else None for w in (chosen.prefill, chosen.decode))  # type: ignore[return-value]
 
 
-def decode(name: str = "d", running: int = 0, **changes: object) -> WorkerRecord:
-    return worker(Role.DECODE, name, running, **changes)
+# --- what every policy keeps ----------------------------------------------------------------
 
 
-def choose(*workers: WorkerRecord, facts: RequestFacts = FACTS, **in_flight: int):
-    pair = LeastLoaded().choose(facts, workers, in_flight)
-    return tuple(w.worker_id if w else None for w in (pair.prefill, pair.decode))
-
-
-def test_the_least_loaded_of_each_role_is_chosen() -> None:
-    assert choose(prefill("p1", 3), prefill("p2", 1), decode("d1", 0), decode("d2", 5)) == (
-        "p2",
-        "d1",
-    )
-
-
-def test_load_is_relative_to_a_workers_size() -> None:
-    big, small = decode("big", 6, max_num_seqs=64), decode("small", 2, max_num_seqs=4)
-    assert choose(prefill(), big, small) == ("p", "big")
-
-
-def test_own_requests_count_before_the_next_heartbeat_shows_them() -> None:
-    assert choose(prefill(), decode("d1"), decode("d2"), d1=3) == ("p", "d2")
-
-
-def test_a_pair_shares_one_layout() -> None:
+@every_policy
+def test_a_pair_shares_one_layout(policy: str) -> None:
     other = dataclasses.replace(LAYOUT, dtype="bfloat16")
-    workers = (prefill("p", layout=other), decode("d1", 0), decode("d2", 5, layout=other))
-    assert choose(*workers) == ("p", "d2")
-    with pytest.raises(NoWorker):
-        choose(prefill("p", layout=other), decode("d1"))
+    pair = (prefill("p", layout=other), decode("d1"), decode("d2", 5, 500, layout=other))
+    assert names(plan(*pair, policy=policy)) == ("p", "d2")
+    with pytest.raises(NoWorker, match="prefill"):
+        plan(prefill("p", layout=other), decode("d1"), policy=policy)
 
 
-def test_draining_and_too_small_workers_are_left_out() -> None:
-    draining = WorkerLoad(draining=True)
+@every_policy
+def test_draining_and_too_small_workers_are_left_out(policy: str) -> None:
+    draining = WorkerLoad(free_blocks=1000, draining=True)
     with pytest.raises(NoWorker, match="decode"):
-        choose(prefill(), decode(load=draining), decode("d2", max_model_len=149))
-    assert choose(prefill(max_model_len=100), decode(max_model_len=150)) == ("p", "d")
+        plan(prefill(), decode(load=draining), decode("d2", max_model_len=149), policy=policy)
+    small = (prefill(max_model_len=100), decode(max_model_len=150))
+    assert names(plan(*small, policy=policy)) == ("p", "d")
 
 
-def test_the_missing_role_is_named() -> None:
+@every_policy
+def test_full_decode_workers_are_waited_for(policy: str) -> None:
+    batch = decode("batch", 64, 6400)
+    blocks = decode("blocks", free_blocks=7)
+    with pytest.raises(NoRoom, match="decode"):
+        plan(prefill(), batch, blocks, policy=policy)
+    assert names(plan(prefill(), batch, blocks, decode("d", free_blocks=8), policy=policy)) == (
+        "p",
+        "d",
+    )
+
+
+@every_policy
+def test_a_prompt_that_decode_holds_needs_less_room(policy: str) -> None:
+    assert plan(prefill(), decode(free_blocks=4, cached_tokens=64), policy=policy).decode
+
+
+@every_policy
+def test_a_prefill_worker_with_a_long_queue_is_waited_for(policy: str) -> None:
+    with pytest.raises(NoRoom, match="prefill"):
+        plan(prefill(requests=5, tokens=5000), decode(), policy=policy)
+    two = (prefill("busy", 5, 5000), prefill("p", 1, 100), decode())
+    assert names(plan(*two, policy=policy)) == ("p", "d")
+
+
+@every_policy
+def test_the_missing_role_is_named(policy: str) -> None:
     with pytest.raises(NoWorker, match="No prefill worker"):
-        choose(decode())
+        plan(decode(), policy=policy)
     with pytest.raises(NoWorker, match="No decode worker"):
-        choose(prefill())
+        plan(prefill(), policy=policy)
 
 
-def test_one_token_needs_no_decode_worker() -> None:
-    assert choose(prefill(), facts=RequestFacts(10, 1, 1)) == ("p", None)
+@every_policy
+def test_one_token_needs_no_decode_worker(policy: str) -> None:
+    one = RequestFacts(10, 1, 1)
+    assert names(plan(prefill(), policy=policy, facts=one)) == ("p", None)
     with pytest.raises(NoWorker, match="No prefill worker"):
-        choose(facts=RequestFacts(10, 1, 1))
+        plan(policy=policy, facts=one)
 
 
-def test_decode_prefills_itself_when_allowed_and_no_prefill_is_there() -> None:
-    pair = LeastLoaded("decode").choose(FACTS, [decode()], {})
-    assert (pair.prefill, pair.decode) == (None, decode())
+@every_policy
+@pytest.mark.parametrize("rule", ["fallback", "auto"])
+def test_decode_prefills_itself_when_no_prefill_worker_is_there(policy: str, rule: str) -> None:
+    rules = Rules(decode_prefills=rule)  # type: ignore[arg-type]
+    assert names(plan(decode(), policy=policy, rules=rules)) == (None, "d")
+
+
+@every_policy
+def test_a_policy_is_at_most_forty_lines_in_a_file_of_its_own(policy: str) -> None:
+    source = inspect.getsource(inspect.getmodule(POLICIES[policy]))  # type: ignore[arg-type]
+    assert len(source.splitlines()) <= 40
+    assert placement.__name__ in POLICIES[policy].__module__
+
+
+# --- the simple policies --------------------------------------------------------------------
+
+
+def test_least_loaded_is_relative_to_a_workers_size() -> None:
+    big, small = decode("big", 6, max_num_seqs=64), decode("small", 2, max_num_seqs=4)
+    chosen = plan(prefill("p1", 3, 3), prefill("p2", 1, 1), big, small, policy="least_loaded")
+    assert names(chosen) == ("p2", "big")
+
+
+def test_least_loaded_believes_the_larger_of_report_and_own_count() -> None:
+    reported = decode("d1", load=WorkerLoad(running=3, free_blocks=1000))
+    assert names(plan(prefill(), reported, decode("d2", 1), policy="least_loaded"))[1] == "d2"
+
+
+def test_round_robin_takes_turns() -> None:
+    workers = (prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
+    turns = [
+        names(plan(*workers, policy="round_robin", facts=dataclasses.replace(FACTS, number=n)))
+        for n in range(4)
+    ]
+    assert turns == [("p1", "d1"), ("p2", "d2")] * 2
+
+
+def test_prefix_follows_the_longest_match_whatever_the_load() -> None:
+    hot = prefill("hot", 20, 900, cached_tokens=64)
+    assert names(plan(prefill("p"), hot, decode(), policy="prefix"))[0] == "hot"
+
+
+def test_prefix_without_an_index_follows_the_preferred_worker() -> None:
+    assert names(plan(prefill("p"), prefill("q", preferred=True), decode(), policy="prefix"))[
+        0
+    ] == ("q")
+
+
+def test_power_of_two_never_takes_the_more_loaded_of_its_two() -> None:
+    workers = (prefill("p1"), prefill("p2", 3, 30), decode())
+    for number in range(20):
+        facts = dataclasses.replace(FACTS, number=number)
+        assert names(plan(*workers, policy="power_of_two", facts=facts))[0] == "p1"
+
+
+# --- slo ------------------------------------------------------------------------------------
+
+
+def test_costs_add_up_as_the_profile_says() -> None:
+    cost = plan(
+        prefill(requests=1, tokens=200, cached_tokens=36), decode(requests=4, tokens=400)
+    ).cost
+    assert cost.queue_s == pytest.approx(0.210, rel=0.01)
+    assert cost.prefill_s == pytest.approx(0.074, rel=0.01)
+    assert cost.ttft_s == pytest.approx(0.284, rel=0.01)
+    assert cost.others_before_s == pytest.approx(0.028, rel=0.02)
+    assert cost.step_s == pytest.approx(0.030, rel=0.02)
+    assert cost.harm_s == pytest.approx(4 * 0.002 * 50, rel=0.05)
+    assert (cost.cached_tokens, cost.uncached_tokens) == (36, 64)
+
+
+def test_a_cached_prefix_outweighs_a_short_queue_and_not_a_long_one() -> None:
+    long = dataclasses.replace(FACTS, num_prompt_tokens=1000)
+    for tokens, expected in ((500, "hot"), (1900, "cold")):
+        hot = prefill("hot", 1, tokens, cached_tokens=960)
+        assert names(plan(prefill("cold"), hot, decode(), facts=long))[0] == expected
+
+
+def test_a_hot_prefix_spills_over_before_the_target_is_missed() -> None:
+    targets = Targets(ttft_s=1.2)
+    long = dataclasses.replace(FACTS, num_prompt_tokens=1000, targets=targets)
+    for tokens, expected in ((500, "hot"), (1150, "cold")):
+        hot = prefill("hot", 1, tokens, cached_tokens=960)
+        chosen = plan(prefill("cold"), hot, decode(), facts=long)
+        assert names(chosen)[0] == expected
+        assert chosen.cost.ttft_s <= targets.ttft_s
+
+
+def test_a_slow_worker_is_left_to_those_with_time() -> None:
+    slow = prefill("slow", profile=speed(4.0))
+    hurried = dataclasses.replace(FACTS, targets=Targets(ttft_s=0.3))
+    busy = prefill("fast", 1, 140)
+    assert names(plan(slow, busy, decode(), facts=hurried))[0] == "fast"
+
+
+def test_others_promises_are_kept_unless_the_newcomer_ranks_higher() -> None:
+    tight = decode("tight", 3, 300, tightest_tpot_s=0.030)
+    full = decode("full", 20, 2000)
+    own = Targets(tpot_s=0.100)
+    polite = dataclasses.replace(FACTS, targets=own)
+    assert names(plan(prefill(), tight, full, facts=polite))[1] == "full"
+    first = dataclasses.replace(FACTS, targets=dataclasses.replace(own, priority=9))
+    crowded = decode("full", 40, 4000)
+    assert names(plan(prefill(), tight, crowded, facts=first))[1] == "tight"
+
+
+def test_a_short_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
+    auto = Rules(decode_prefills="auto")
+    short = RequestFacts(16, 50, 1)
+    busy = prefill(requests=1, tokens=1000)
+    assert names(plan(busy, decode(), facts=short, rules=auto)) == (None, "d")
+    long = RequestFacts(1500, 50, 1)
+    crowd = decode(requests=30, tokens=3000, tightest_tpot_s=0.09)
+    assert names(plan(prefill(), crowd, facts=long, rules=auto)) == ("p", "d")
+
+
+def test_a_long_prompt_waits_for_prefill_rather_than_stall_a_full_batch() -> None:
+    auto = Rules(decode_prefills="auto", backlog_s=0.5)
+    long = RequestFacts(1500, 50, 1)
+    with pytest.raises(NoRoom, match="prefill"):
+        plan(
+            prefill(requests=1, tokens=600),
+            decode(requests=50, tokens=5000),
+            facts=long,
+            rules=auto,
+        )
+
+
+def test_decode_prefills_where_most_of_the_prompt_is_cached() -> None:
+    auto = Rules(decode_prefills="auto")
+    facts = RequestFacts(1000, 50, 1)
+    workers = (prefill(), decode("d1"), decode("d2", cached_tokens=992))
+    assert names(plan(*workers, facts=facts, rules=auto)) == (None, "d2")
+
+
+def test_an_exposed_transfer_is_charged_to_the_pair_that_pays_it() -> None:
+    predictor = Predictor()
+    p, near, far = prefill(), decode("near"), decode("far")
+    for _ in range(5):
+        predictor.saw_transfer(p.record, near.record, "", 10_000, 0.002)
+        predictor.saw_transfer(p.record, far.record, "", 10_000, 0.200)
+    chosen = plan(p, far, near, predictor=predictor)
+    assert names(chosen)[1] == "near"
+    assert 0 < chosen.cost.transfer_s < 0.01
+
+
+def test_without_knowledge_nothing_is_missed_and_load_decides() -> None:
+    bare = (prefill("p1", 9, 900, profile=()), prefill("p2", profile=()), decode(profile=()))
+    chosen = plan(*bare, facts=dataclasses.replace(FACTS, targets=Targets(0.001, 0.001)))
+    assert chosen.miss == 0 and math.isfinite(chosen.cost.total_s)
+    assert names(chosen)[0] == "p2"

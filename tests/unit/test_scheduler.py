@@ -130,13 +130,20 @@ def test_a_stop_token_ends_a_choice_with_reason_stop_only_after_min_tokens() -> 
     assert len(tokens) >= 6 and free[2] not in tokens[:5]
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 9])
-@pytest.mark.parametrize("trial", range(20))
+KINDS_OF_CACHE = ((1, 0), (4, 0), (9, 0), (None, 2), (9, 1))
+"""(window, tail blocks)"""
+LOADS = [(trial, None, 0) for trial in range(20)]
+LOADS += [(trial, *kind) for trial in range(20, 25) for kind in KINDS_OF_CACHE]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("trial", "window", "tail"), LOADS)
 def test_random_load_with_aborts_and_a_tiny_pool_keeps_every_text_and_every_block(
-    trial: int, window: int | None
+    trial: int, window: int | None, tail: int
 ) -> None:
     rng = random.Random(trial)
-    engine, _ = toy_engine(num_blocks=24, window=window, max_num_seqs=6, chunk_size=8)
+    engine, _ = toy_engine(
+        num_blocks=24, window=window, num_tail_blocks=tail, max_num_seqs=6, chunk_size=8
+    )
     shared = [prompt(rng.randrange(1, 30), 50 + i) for i in range(3)]
     expected, aborted, outputs = {}, set(), []
     for _ in range(60):
@@ -159,7 +166,7 @@ def test_random_load_with_aborts_and_a_tiny_pool_keeps_every_text_and_every_bloc
                 aborted.add(group)
         else:
             outputs += engine.step() or []
-            engine.blocks.check_integrity([s.block_table for s in engine.scheduler.sequences()])
+            engine.blocks.check_integrity([s.held_blocks for s in engine.scheduler.sequences()])
     outputs += run_to_end(engine)
     got = texts([o for o in outputs if o.seq.group not in aborted])
     for group, (tokens, sampling) in expected.items():

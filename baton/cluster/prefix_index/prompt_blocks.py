@@ -20,13 +20,13 @@ class PromptBlocks:
     def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
         self._token_ids = token_ids
         self._cache_salt = cache_salt
-        self._chains: dict[tuple[str, int], list[bytes]] = {}
+        self._chains: dict[tuple[str, str, int], list[bytes]] = {}
 
     def hashes(self, layout: KVLayout) -> list[bytes]:
         """Of all full blocks, in order."""
-        key = (layout.fingerprint, layout.block_size)
+        key = (layout.fingerprint, layout.dtype, layout.block_size)
         if key not in self._chains:
-            root = root_hash(layout.fingerprint, cache_salt=self._cache_salt)
+            root = root_hash(layout.fingerprint, layout.dtype, self._cache_salt)
             self._chains[key] = block_hashes(root, self._token_ids, layout.block_size)
         return self._chains[key]
 

@@ -21,6 +21,7 @@ from baton.engine.ops.attention import AttentionBatch, paged_attention, write_kv
 from baton.engine.ops.linear import LinearWeight
 from baton.engine.ops.logits import sharpen_
 from baton.engine.ops.norm import rms_norm
+from baton.engine.ops.quantized_attention import quantized_attention
 from baton.engine.ops.rope import apply_rope_
 
 Rope = tuple[Tensor, Tensor]
@@ -57,9 +58,11 @@ class Attention:
             apply_rope_(heads[..., : self.rotary_dim], *rope)
         kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
         slots, table = cache
+        q, how = qkv[:, : self.num_heads], (self.window, self.scale, self.softcap)
+        if batch.quantized is not None:
+            return quantized_attention(q, kv, table, batch.quantized, *how).reshape(n, -1)
         write_kv(kv, slots, batch.slot_mapping)
-        q = qkv[:, : self.num_heads]
-        out = paged_attention(q, kv, table, batch, self.window, self.scale, self.softcap)
+        out = paged_attention(q, kv, table, batch, *how)
         return out.reshape(n, -1)
 
 

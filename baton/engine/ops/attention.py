@@ -7,10 +7,14 @@ on its batch-mates; masks and index tensors are made once per step and shared by
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from baton.engine.ops.quantized_attention import QuantizedBatch
 
 Window = int | None
 Rows = Tensor | int
@@ -45,11 +49,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """`slot_mapping` says where the key and value of every token of the batch go."""
+    """`slot_mapping` says where the key and value of every token of the batch go. Over a
+    quantized cache `quantized` says everything."""
 
     slot_mapping: Tensor
     decodes: DecodeGroup | None = None
     prefills: Sequence[PrefillChunk] = field(default_factory=tuple)
+    quantized: "QuantizedBatch | None" = None
 
 
 def write_kv(kv: Tensor, slots: Tensor, slot_mapping: Tensor) -> None:
@@ -112,7 +118,7 @@ def _decode(
     keys, values = _context(table, group.rows, kv, b, group.max_context)
     # The query heads that share a KV head become query positions, so KV is read once.
     folded = q.view(b, kv.shape[2], num_heads // kv.shape[2], head_dim)
-    out = _attend(folded, keys, values, group.masks[window], scale, softcap)
+    out = attend(folded, keys, values, group.masks[window], scale, softcap)
     return out.reshape(b, num_heads, head_dim)
 
 
@@ -135,7 +141,7 @@ def _prefill(
     # (kv_head, group, ...): a KV head is broadcast over its group without copying it.
     query = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, group, chunk.context_len, head_dim)
-    out = _attend(
+    out = attend(
         query,
         keys.unsqueeze(1).expand(shape),
         values.unsqueeze(1).expand(shape),
@@ -147,7 +153,7 @@ def _prefill(
     return out.permute(2, 0, 1, 3).reshape(n, num_heads, head_dim)
 
 
-def _attend(
+def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -1,0 +1,94 @@
+"""The router's side of the prefix index: who holds how much of a prompt, and who will soon.
+
+A look-up is one round trip for all workers and never fails: without Redis it says that nothing is
+known. What a routed request will create is noted in the background.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from baton.cluster.errors import RegistryUnavailable
+from baton.cluster.prefix_index.matches import PrefixMatches, WorkerKey, key_of
+from baton.cluster.prefix_index.prompt_blocks import PromptBlocks
+from baton.cluster.prefix_index.store import PrefixStore, parse_leading
+from baton.cluster.redis_link import RedisLink
+from baton.cluster.workers import KVLayout, WorkerRecord
+
+LOOKUP_TIMEOUT_S = 0.03
+EXPECT_TIMEOUT_S = 0.5
+MAX_NOTES = 256
+
+_Group = tuple[Sequence[bytes], list[WorkerKey]]
+
+
+class PrefixIndex:
+    """`start` inside a running event loop. The link stays its maker's."""
+
+    def __init__(
+        self, link: RedisLink, store: PrefixStore, lookup_timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> None:
+        self._link = link
+        self._store = store
+        self._lookup_timeout_s = lookup_timeout_s
+        self._notes: deque[tuple[WorkerKey, int, Sequence[bytes]]] = deque(maxlen=MAX_NOTES)
+        self._noted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self._link.healthy
+
+    async def lookup(self, prompt: PromptBlocks, workers: Sequence[WorkerRecord]) -> PrefixMatches:
+        """What the workers hold, and are about to hold, of a prompt; never raises."""
+        groups = _group(prompt, workers)
+        if not groups:
+            return PrefixMatches(available=self.healthy)
+        try:
+            found: bytes = await self._link.call(
+                lambda: self._store.leading(groups), LOOKUP_TIMEOUT_S
+            )
+        except RegistryUnavailable:
+            return PrefixMatches.none()
+        keys = [key for _, keys in groups for key in keys]
+        pairs = list(zip(keys, parse_leading(found), strict=True))
+        return PrefixMatches(
+            held={key: held for key, (held, _) in pairs if held},
+            coming={key: coming for key, (_, coming) in pairs if coming},
+        )
+
+    def expect(self, prompt: PromptBlocks, workers: Iterable[WorkerRecord]) -> None:
+        """A request was routed to `workers`: its prompt's blocks count there from now on, for a
+        while, whether or not they come. When many wait to be sent the oldest are forgotten."""
+        for worker in workers:
+            if hashes := prompt.hashes(worker.layout):
+                self._notes.append((key_of(worker), worker.num_blocks, hashes))
+                self._noted.set()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._send(), name="prefix-expect")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _send(self) -> None:
+        while True:
+            await self._noted.wait()
+            self._noted.clear()
+            notes, self._notes = list(self._notes), deque(maxlen=MAX_NOTES)
+            with contextlib.suppress(RegistryUnavailable):  # only a prediction: nobody misses it
+                await self._link.call(lambda n=notes: self._store.expect(n), EXPECT_TIMEOUT_S)  # type: ignore[misc]
+
+
+def _group(prompt: PromptBlocks, workers: Sequence[WorkerRecord]) -> list[_Group]:
+    """Workers by the hashes that the prompt has on them."""
+    by_layout: dict[tuple[str, int], tuple[KVLayout, list[WorkerKey]]] = {}
+    for worker in workers:
+        layout = worker.layout
+        key = (layout.fingerprint, layout.block_size)
+        by_layout.setdefault(key, (layout, []))[1].append(key_of(worker))
+    groups = [(prompt.reusable_hashes(layout), keys) for layout, keys in by_layout.values()]
+    return [(hashes, keys) for hashes, keys in groups if hashes]

@@ -1,0 +1,1 @@
+"""Smaller forms of cached keys and values."""

@@ -1,0 +1,153 @@
+"""Attention over a quantized cache whose newest tokens are still in full precision.
+
+A token sees the group (block) it is in as it was computed, and the groups before it quantized.
+That depends on its position alone, so chunks, batches and preemption change nothing. The newest
+group of a sequence, its tail, lies in blocks of its own until it is full. Everything is
+computed in float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.kv.codec import BlockCodec
+from baton.engine.ops.attention import Window, attend
+
+
+@dataclass(frozen=True)
+class TailStore:
+    """How a tail (slot, key|value, kv_head, head_dim) of `dtype` lies in rows of a table."""
+
+    codec: BlockCodec
+    dtype: torch.dtype
+
+    def read(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the rows (sequence, row), and the tails that they hold as a view of them."""
+        s = self.codec.sizes
+        picked = table.index_select(0, rows.flatten()).view(len(rows), -1)
+        size = s.block_size * 2 * s.num_kv_heads * s.head_dim * self.dtype.itemsize
+        shape = (len(rows), s.block_size, 2, s.num_kv_heads, s.head_dim)
+        return picked, picked[:, :size].view(self.dtype).view(shape)
+
+    def write(self, table: Tensor, rows: Tensor, picked: Tensor) -> None:
+        table.index_copy_(0, rows.flatten(), picked.view(rows.numel(), -1))
+
+
+@dataclass(frozen=True)
+class QuantizedDecodes:
+    """Sequences with one query token. `rows` (sequence, width) are their full blocks, padded;
+    `visible` (sequence, width * block_size + block_size) says what may be read of those and of
+    the tail, `masks[window]` (sequence, 1, 1, …) adds the window. The tails of `filled` become
+    the blocks `filled_rows`."""
+
+    rows: Tensor
+    tail_rows: Tensor
+    slots: Tensor
+    visible: Tensor
+    masks: Mapping[Window, Tensor]
+    filled: Tensor
+    filled_rows: Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedChunk:
+    """Query tokens [start, end) of the batch. `rows` are the full blocks before the chunk,
+    `new_rows` those that it fills; `tail_len` tokens of the tail precede it in its first block.
+    `masks[window]` is (end - start, tokens in `rows` and `new_rows`, then tail and chunk)."""
+
+    start: int
+    end: int
+    rows: Tensor
+    new_rows: Tensor
+    tail_rows: Tensor
+    tail_len: int
+    masks: Mapping[Window, Tensor]
+
+
+@dataclass(frozen=True)
+class QuantizedBatch:
+    store: TailStore
+    decodes: QuantizedDecodes | None
+    prefills: Sequence[QuantizedChunk]
+
+
+def quantized_attention(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    batch: QuantizedBatch,
+    window: Window,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `paged_attention`, and writes `kv` into the cache whose layer is `table`, (block,
+    bytes)."""
+    how = (window, scale, softcap)
+    outputs = []
+    if batch.decodes is not None:
+        n = len(batch.decodes.slots)
+        outputs.append(_decode(q[:n], kv[:n], table, batch.store, batch.decodes, *how))
+    for chunk in batch.prefills:
+        rows = slice(chunk.start, chunk.end)
+        outputs.append(_prefill(q[rows], kv[rows], table, batch.store, chunk, *how))
+    return torch.cat(outputs)
+
+
+def _decode(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    store: TailStore,
+    group: QuantizedDecodes,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    b, num_heads, head_dim = q.shape
+    picked, tails = store.read(table, group.tail_rows)
+    tails[torch.arange(b), group.slots] = kv
+    store.write(table, group.tail_rows, picked)
+    full = store.codec.decode(table.index_select(0, group.rows.flatten()))
+    length = group.rows.shape[1] * full.shape[1]
+    context = torch.cat((full.view(b, length, *full.shape[2:]), tails.float()), dim=1)
+    # What is not visible may be anything, also no number.
+    context.masked_fill_(~group.visible[..., None, None, None], 0.0)
+    keys, values = context.permute(2, 0, 3, 1, 4)
+    folded = q.float().view(b, kv.shape[2], -1, head_dim)
+    out = attend(folded, keys, values, group.masks[window], scale, softcap)
+    if len(group.filled):
+        table.index_copy_(0, group.filled_rows, store.codec.encode(tails[group.filled]))
+    return out.reshape(b, num_heads, head_dim).to(q.dtype)
+
+
+def _prefill(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    store: TailStore,
+    chunk: QuantizedChunk,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    n, num_heads, head_dim = q.shape
+    codec, size = store.codec, store.codec.sizes.block_size
+    picked, tail = store.read(table, chunk.tail_rows)
+    fresh = torch.cat((tail[0, : chunk.tail_len], kv))
+    num_filled = len(chunk.new_rows) * size
+    new = codec.encode(fresh[:num_filled].view(len(chunk.new_rows), size, *kv.shape[1:]))
+    table.index_copy_(0, chunk.new_rows, new)
+    rest = fresh[num_filled:]
+    tail[0, : len(rest)] = rest
+    store.write(table, chunk.tail_rows, picked)
+    before = codec.decode(torch.cat((table.index_select(0, chunk.rows), new)))
+    context = torch.cat((before.flatten(0, 1), fresh.float()))
+    keys, values = context.permute(1, 2, 0, 3).unsqueeze(2)
+    query = q.float().view(n, kv.shape[2], -1, head_dim).permute(1, 2, 0, 3)
+    shape = (*query.shape[:2], -1, -1)
+    out = attend(
+        query, keys.expand(shape), values.expand(shape), chunk.masks[window], scale, softcap
+    )
+    return out.permute(2, 0, 1, 3).reshape(n, num_heads, head_dim).to(q.dtype)

@@ -1,0 +1,112 @@
+"""One attempt's promises to its workers, and what their events teach.
+
+Listens to both calls of an attempt: a prompt that is computed frees its prefill worker, and the
+totals at the end refine the predictions. Changes no event.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from baton.cluster.load_ledger import Load, LoadLedger
+from baton.step_totals import StepTotals
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.placement import Plan, RequestFacts
+from router.predictor import Predictor
+
+
+class Hold:
+    """`on_room` is called when a prefill worker can take another prompt."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        facts: RequestFacts,
+        loads: LoadLedger,
+        predictor: Predictor,
+        on_room: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.ttft_s: float | None = None
+        """Measured, from the request's arrival; None until its first token."""
+        self._facts = facts
+        self._loads = loads
+        self._predictor = predictor
+        self._on_room = on_room
+        self._began_at = time.monotonic()
+        self._queue_s = 0.0
+        self._prefill, self._decode = _claims(plan, facts)
+        loads.add(self._prefill)
+        loads.add(self._decode)
+
+    def heard(self, event: prefill_pb2.PrefillEvent | decode_pb2.GenerateEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            if self._prefill:
+                self._prefilled()
+        elif kind == "started":
+            self._queue_s = event.started.queue_s  # type: ignore[union-attr]
+        elif kind == "first_tokens":
+            self._prefilled()
+        elif kind == "done":
+            self._learn(event.done)
+
+    def move(self, plan: Plan) -> None:
+        """Another prefill worker takes over for the same decode worker."""
+        self._loads.remove(self._prefill)
+        self.plan = plan
+        self._prefill, _ = _claims(plan, self._facts)
+        self._loads.add(self._prefill)
+
+    def release(self) -> None:
+        self._loads.remove(self._prefill)
+        self._loads.remove(self._decode)
+        self._prefill, self._decode = {}, {}
+
+    def _prefilled(self) -> None:
+        self._loads.remove(self._prefill)
+        self._prefill = {}
+        elapsed_s = time.monotonic() - self._began_at
+        self.ttft_s = self.ttft_s or self.plan.cost.waited_s + elapsed_s
+        self._on_room()
+
+    def _learn(self, done: Any) -> None:
+        prefill, decode = self.plan.prefill, self.plan.decode
+        if isinstance(done, decode_pb2.GenerateDone):
+            if decode is not None:
+                self._predictor.saw_steps(decode, totals_from_pb(done.prefill_steps))
+                self._predictor.saw_steps(decode, totals_from_pb(done.decode_steps))
+            return
+        if prefill is None:
+            return
+        self._predictor.saw_steps(prefill, totals_from_pb(done.totals))
+        if self.ttft_s is not None:
+            on_worker_s = self._queue_s + done.compute_s
+            self._predictor.saw_admission(self.ttft_s - self.plan.cost.waited_s - on_worker_s)
+        if decode is not None:
+            self._predictor.saw_transfer(
+                prefill, decode, done.transport, done.exposed_bytes, done.transfer_s
+            )
+
+
+def _claims(plan: Plan, facts: RequestFacts) -> tuple[dict[str, Load], dict[str, Load]]:
+    """What a plan asks of its workers until the prompt is computed, and until the end."""
+    prompt = Load(1, plan.cost.uncached_tokens)
+    if plan.decode is None:
+        return ({plan.prefill.worker_id: prompt} if plan.prefill else {}), {}
+    context = round(facts.n * (facts.num_prompt_tokens + plan.cost.output_tokens / 2))
+    decode = {plan.decode.worker_id: Load(facts.n, context)}
+    if plan.prefill is None:
+        return {f"{plan.decode.worker_id}/prefill": prompt}, decode
+    return {plan.prefill.worker_id: prompt}, decode
+
+
+def totals_from_pb(message: common_pb2.StepTotals) -> StepTotals:
+    return StepTotals(
+        message.steps,
+        message.prefill_tokens,
+        message.attended_tokens,
+        message.decode_tokens,
+        message.context_tokens,
+        message.seconds,
+    )

@@ -1,0 +1,87 @@
+"""What a placement is predicted to cost, item by item. Pure arithmetic on predictions.
+
+The first token leaves prefill before its KV cache has landed, so an exposed transfer delays the
+second token, not the first: it is in `tpot_s`. Costs do not depend on targets, and a miss only
+shrinks as targets grow, so that more slack never makes a choice worse.
+"""
+
+from dataclasses import dataclass
+
+from baton.cluster.workers import WorkerRecord
+from router.targets import Targets
+
+# A prediction this far below a target counts as meeting it.
+HEADROOM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds, but for the counts. `others_*`: the time per token of those already on the decode
+    worker, after and before; `harm_s`: what they lose together."""
+
+    waited_s: float = 0.0
+    admit_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    step_s: float = 0.0
+    output_tokens: float = 1.0
+    others: int = 0
+    others_before_s: float = 0.0
+    others_after_s: float = 0.0
+    harm_s: float = 0.0
+    cached_tokens: int = 0
+    uncached_tokens: int = 0
+    transfer_bytes: int = 0
+    free_blocks: int = 0
+    ahead: int = 0
+    """Prompts and choices that the workers have already."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.waited_s + self.admit_s + self.queue_s + self.prefill_s
+
+    @property
+    def tpot_s(self) -> float:
+        return self.step_s + self.transfer_s / max(self.output_tokens - 1, 1)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that the request takes, and takes from others: its prefill keeps the next one
+        waiting as long as itself."""
+        own = self.ttft_s + self.transfer_s + self.step_s * (self.output_tokens - 1)
+        return own + self.prefill_s + self.harm_s
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement. `prefill=None`: decode prefills itself. `decode=None`: prefill is enough.
+    `miss`: by which part the targets are predicted to be missed; 0 when they are met."""
+
+    prefill: WorkerRecord | None
+    decode: WorkerRecord | None
+    cost: Cost
+    miss: float = 0.0
+
+    @property
+    def rank(self) -> tuple[float, float, bool, int, str, str]:
+        """The least one is the best. Where nothing is known, prefill and decode stay apart."""
+        ids = [w.worker_id if w else "" for w in (self.prefill, self.decode)]
+        return self.miss, self.cost.total_s, not self.prefill, self.cost.ahead, ids[0], ids[1]
+
+
+def miss_of(cost: Cost, targets: Targets, tightest_tpot_s: float, needs_decode: bool) -> float:
+    """0, or how far the worst promises are missed: the newcomer's, and those that were kept so
+    far to others, which weigh half as much with each step of its priority."""
+    own = over(cost.ttft_s, targets.ttft_s)
+    if not needs_decode:
+        return own
+    own += over(cost.tpot_s, targets.tpot_s)
+    kept_s = max(tightest_tpot_s, cost.others_before_s)
+    rank = max(-10, min(targets.priority, 10))
+    return own + over(cost.others_after_s, kept_s) * 2.0**-rank
+
+
+def over(predicted_s: float, target_s: float) -> float:
+    """By which part a prediction is beyond what counts as meeting a target."""
+    return max(0.0, predicted_s / (HEADROOM * target_s) - 1.0)

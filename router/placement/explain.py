@@ -1,0 +1,61 @@
+"""A decision in numbers that a person can check: what was chosen, and what else there was."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from router.placement.cost import Plan
+from router.placement.facts import Candidate, RequestFacts
+from router.placement.options import Options, Rules
+from router.placement.slo import Slo
+from router.predictor import Predictor
+from router.targets import Targets
+
+SHOWN = 8
+_TIMES = ("waited", "admit", "queue", "prefill", "transfer", "ttft", "tpot", "harm", "total")
+_COUNTS = ("cached_tokens", "uncached_tokens", "transfer_bytes", "others", "free_blocks")
+
+
+def alternatives(
+    request: RequestFacts, candidates: Iterable[Candidate], predictor: Predictor, rules: Rules
+) -> list[Plan]:
+    """The ways that the slo policy compares, best first."""
+    options = Options(request, candidates, predictor, rules)
+    return sorted(Slo().plans(options), key=lambda plan: plan.rank)[:SHOWN]
+
+
+def explained(
+    policy: str, targets: Targets, chosen: Plan, others: Sequence[Plan]
+) -> dict[str, Any]:
+    """As JSON. Times are in milliseconds, null for a target that was not set."""
+    return {
+        "policy": policy,
+        "targets": {
+            "ttft_ms": _millis(targets.ttft_s),
+            "tpot_ms": _millis(targets.tpot_s),
+            "policy": "reject" if targets.reject else "best_effort",
+            "priority": targets.priority,
+        },
+        "chosen": _plan(chosen),
+        "alternatives": [_plan(plan) for plan in others if not _same(plan, chosen)],
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    times = {f"{name}_ms": _millis(getattr(plan.cost, f"{name}_s")) for name in _TIMES}
+    return {
+        "prefill": plan.prefill and plan.prefill.worker_id,
+        "decode": plan.decode and plan.decode.worker_id,
+        "meets_targets": plan.miss == 0,
+        "miss": round(plan.miss, 4),
+        **times,
+        **{name: getattr(plan.cost, name) for name in _COUNTS},
+    }
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return (one.prefill, one.decode) == (other.prefill, other.decode)
+
+
+def _millis(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else round(seconds * 1e3, 3)

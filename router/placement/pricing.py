@@ -1,0 +1,129 @@
+"""Prices placements of one request from predictions; what depends on one worker is priced once."""
+
+from baton.cluster.workers import KVLayout
+from router.placement.cost import Cost
+from router.placement.facts import Candidate, RequestFacts
+from router.predictor import Predictor
+
+BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Pricing:
+    def __init__(self, request: RequestFacts, predictor: Predictor) -> None:
+        self._request = request
+        self._predictor = predictor
+        self._output = predictor.output_tokens(request.max_tokens)
+        self._queues: dict[str, float] = {}
+        self._prefills: dict[str, float] = {}
+        self._steps: dict[str, tuple[float, float]] = {}
+
+    def queue_s(self, prefill: Candidate) -> float:
+        """Until a prefill worker has computed what it has."""
+        key = prefill.record.worker_id
+        if key not in self._queues:
+            work = (prefill.requests, prefill.tokens)
+            self._queues[key] = self._predictor.backlog_s(prefill.record, *work)
+        return self._queues[key]
+
+    def prefill_s(self, prefill: Candidate) -> float:
+        """The prompt's own time on a prefill worker, after what that has cached."""
+        key = prefill.record.worker_id
+        if key not in self._prefills:
+            uncached = self.uncached(prefill)
+            cached = self._request.num_prompt_tokens - uncached
+            self._prefills[key] = self._predictor.prefill_s(prefill.record, uncached, cached)
+        return self._prefills[key]
+
+    def steps_s(self, decode: Candidate) -> tuple[float, float]:
+        """A decode step without this request (0 when idle) and with it."""
+        key = decode.record.worker_id
+        if key not in self._steps:
+            request, step_s = self._request, self._predictor.step_s
+            record, now = decode.record, decode.requests
+            context = request.n * (request.num_prompt_tokens + self._output / 2)
+            before = step_s(record, now, decode.tokens) if now else 0.0
+            after = step_s(record, now + request.n, decode.tokens + context)
+            self._steps[key] = before, max(after, before)
+        return self._steps[key]
+
+    def uncached(self, candidate: Candidate) -> int:
+        """The last token of a prompt is computed even if all of it is cached."""
+        return max(self._request.num_prompt_tokens - candidate.cached_tokens, 1)
+
+    def decode_harm_s(self, decode: Candidate) -> float:
+        """What the others there lose to one more neighbour, all together."""
+        before, after = self.steps_s(decode)
+        return decode.requests * (after - before) * self._output
+
+    def prefill_only(self, prefill: Candidate) -> Cost:
+        uncached = self.uncached(prefill)
+        return Cost(
+            waited_s=self._request.waited_s,
+            admit_s=self._predictor.admit_s,
+            queue_s=self.queue_s(prefill),
+            prefill_s=self.prefill_s(prefill),
+            cached_tokens=self._request.num_prompt_tokens - uncached,
+            uncached_tokens=uncached,
+            ahead=prefill.requests,
+        )
+
+    def pair(self, prefill: Candidate, decode: Candidate) -> Cost:
+        before, after = self.steps_s(decode)
+        uncached, total = self.uncached(prefill), self._request.num_prompt_tokens
+        missing = max(total - decode.cached_tokens, 1)
+        token_bytes = bytes_per_token(decode.record.layout)
+        # What earlier chunks computed has been sent beside the computing of later ones.
+        exposed = min(missing, uncached, prefill.record.chunk_size) * token_bytes
+        return Cost(
+            waited_s=self._request.waited_s,
+            admit_s=self._predictor.admit_s,
+            queue_s=self.queue_s(prefill),
+            prefill_s=self.prefill_s(prefill),
+            transfer_s=self._predictor.transfer_s(prefill.record, decode.record, exposed),
+            step_s=after,
+            output_tokens=self._output,
+            others=decode.requests,
+            others_before_s=before,
+            others_after_s=after if decode.requests else 0.0,
+            harm_s=self.decode_harm_s(decode),
+            cached_tokens=total - uncached,
+            uncached_tokens=uncached,
+            transfer_bytes=missing * token_bytes,
+            free_blocks=decode.free_blocks,
+            ahead=prefill.requests + decode.requests,
+        )
+
+    def decode_alone(self, decode: Candidate) -> Cost:
+        """The prompt in mixed batches: its steps are longer for everybody there."""
+        predictor, record, others = self._predictor, decode.record, decode.requests
+        before, after = self.steps_s(decode)
+        uncached = self.uncached(decode)
+        cached = self._request.num_prompt_tokens - uncached
+        prefill_s = predictor.prefill_s(record, uncached, cached, others, decode.tokens)
+        stall_s = max(prefill_s - before * _mixed_steps(decode, uncached), 0.0)
+        return Cost(
+            waited_s=self._request.waited_s,
+            admit_s=predictor.admit_s,
+            queue_s=predictor.backlog_s(record, *decode.prefilling),
+            prefill_s=prefill_s,
+            step_s=after,
+            output_tokens=self._output,
+            others=others,
+            others_before_s=before,
+            others_after_s=after + stall_s / max(self._output, 1) if others else 0.0,
+            harm_s=self.decode_harm_s(decode) + others * stall_s,
+            cached_tokens=cached,
+            uncached_tokens=uncached,
+            free_blocks=decode.free_blocks,
+            ahead=others + decode.prefilling[0],
+        )
+
+
+def _mixed_steps(decode: Candidate, uncached: int) -> int:
+    return -(-uncached // max(decode.record.chunk_size - decode.requests, 1))
+
+
+def bytes_per_token(layout: KVLayout) -> int:
+    """Keys and values of all layers."""
+    values = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
+    return values * BYTES_PER_VALUE.get(layout.dtype, 2)

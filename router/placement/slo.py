@@ -1,0 +1,35 @@
+"""The joint choice: the cheapest placement that keeps every promise, else the least broken one.
+
+Prefill and decode workers are ranked by themselves first, and only the best of both as pairs:
+nothing but the transfer depends on the two of them at once.
+"""
+
+from heapq import nsmallest
+
+from router.placement.cost import Plan
+from router.placement.options import Options
+
+FINALISTS = 3
+
+
+class Slo:
+    def choose(self, options: Options) -> Plan:
+        """The best of `plans`."""
+        return min(self.plans(options), key=lambda plan: plan.rank)
+
+    def plans(self, options: Options) -> list[Plan]:
+        best = nsmallest(FINALISTS, options.prefills, key=options.prefill_rank)
+        decodes = nsmallest(FINALISTS, options.decodes, key=options.decode_rank)
+        # A cached prompt may be worth more than an idle worker.
+        decodes += [d for d in options.decodes if d.cached_tokens and d not in decodes][:2]
+        plans = []
+        for decode in decodes:
+            matching = [p for p in best if p.record.layout == decode.record.layout]
+            if not matching:
+                matching = nsmallest(1, options.matching(decode), key=options.prefill_rank)
+            plans += [options.pair(prefill, decode) for prefill in matching]
+            if options.may_prefill(decode):
+                plans.append(options.decode_alone(decode))
+        if not options.request.needs_decode:
+            plans += [options.prefill_only(prefill) for prefill in best]
+        return plans

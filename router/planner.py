@@ -1,0 +1,129 @@
+"""Plans requests: gathers what placement may know, keeps what was promised, learns what it took.
+
+Owns the predictor, the policy and the loads; the conductor asks it where to send a request,
+holds the promise while an attempt lasts and reports the timings that come back.
+"""
+
+import itertools
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from baton.cluster.load_ledger import LoadLedger
+from baton.cluster.prefix_index import PrefixMatches
+from baton.cluster.workers import Role, WorkerRecord
+from router.hold import Hold
+from router.placement import Candidate, Placement, Plan, RequestFacts, Rules, place
+from router.placement.explain import alternatives
+from router.predictor import Phase, Predictor
+
+ERRORS_KEPT = 200
+NOTHING_CACHED = PrefixMatches()
+
+
+class Planner:
+    def __init__(self, policy: Placement, rules: Rules, predictor: Predictor | None = None) -> None:
+        self.predictor = predictor or Predictor()
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when a prefill worker can take another prompt."""
+        self._policy = policy
+        self._rules = rules
+        self._loads = LoadLedger()
+        self._numbers = itertools.count()
+        self._reported: dict[str, tuple[WorkerRecord, int]] = {}
+        self._tpot_targets: dict[str, list[float]] = {}
+        self._ttft_errors: deque[float] = deque(maxlen=ERRORS_KEPT)
+
+    # --- deciding ---------------------------------------------------------------------------
+
+    def plan(
+        self,
+        facts: RequestFacts,
+        workers: Sequence[WorkerRecord],
+        matches: PrefixMatches = NOTHING_CACHED,
+        split: bool = False,
+    ) -> Plan:
+        """Raises NoWorker or NoRoom. `split`: decode has its promise, prefill is looked for."""
+        facts = replace(facts, number=next(self._numbers))
+        rules = replace(self._rules, decode_prefills="never") if split else self._rules
+        candidates = self._candidates(workers, matches)
+        return place(self._policy, facts, candidates, self.predictor, rules)
+
+    def alternatives(
+        self,
+        facts: RequestFacts,
+        workers: Sequence[WorkerRecord],
+        matches: PrefixMatches = NOTHING_CACHED,
+    ) -> list[Plan]:
+        """The best ways to serve a request, best first."""
+        candidates = self._candidates(workers, matches)
+        return alternatives(facts, candidates, self.predictor, self._rules)
+
+    @contextmanager
+    def hold(self, plan: Plan, facts: RequestFacts) -> Iterator[Hold]:
+        """Counts a plan as load of its workers while the context lasts."""
+        hold = Hold(plan, facts, self._loads, self.predictor, self.on_room)
+        targets: list[float] = []
+        if plan.decode is not None:
+            targets = self._tpot_targets.setdefault(plan.decode.worker_id, [])
+            insort(targets, facts.targets.tpot_s)
+        try:
+            yield hold
+        finally:
+            hold.release()
+            if hold.ttft_s:
+                self._ttft_errors.append(abs(plan.cost.ttft_s - hold.ttft_s) / hold.ttft_s)
+            if plan.decode is not None:
+                targets.remove(facts.targets.tpot_s)
+
+    def _candidates(
+        self, workers: Sequence[WorkerRecord], matches: PrefixMatches
+    ) -> list[Candidate]:
+        candidates = []
+        for worker in workers:
+            load = self._loads.load(worker.worker_id)
+            cached = matches.expected_tokens(worker)
+            if worker.role is Role.PREFILL:
+                candidates.append(Candidate(worker, *load, worker.load.free_blocks, cached))
+                continue
+            targets = self._tpot_targets.get(worker.worker_id)
+            candidates.append(
+                Candidate(
+                    worker,
+                    *load,
+                    free_blocks=self._free_blocks(worker, load.tokens),
+                    cached_tokens=cached,
+                    prefilling=self._loads.load(f"{worker.worker_id}/prefill"),
+                    tightest_tpot_s=targets[0] if targets else float("inf"),
+                )
+            )
+        return candidates
+
+    def _free_blocks(self, worker: WorkerRecord, tokens: int) -> int:
+        """The last report, corrected by what has been given and returned since it came."""
+        known = self._reported.get(worker.worker_id)
+        if known is None or known[0] is not worker:
+            known = self._reported[worker.worker_id] = worker, tokens
+        size = worker.layout.block_size
+        return worker.load.free_blocks - (tokens - known[1]) // size
+
+    # --- learning ---------------------------------------------------------------------------
+
+    def saw_output(self, tokens: int) -> None:
+        self.predictor.saw_output(tokens)
+
+    def saw_workers(self, workers: Sequence[WorkerRecord]) -> None:
+        """Forgets those that are gone."""
+        ids = {worker.worker_id for worker in workers}
+        self.predictor.keep_only(ids)
+        self._reported = {k: v for k, v in self._reported.items() if k in ids}
+        self._tpot_targets = {k: v for k, v in self._tpot_targets.items() if v or k in ids}
+
+    def mape(self, phase: str) -> float | None:
+        """Of the predictor's phases, or of "ttft": the prediction that decisions rested on."""
+        if phase == "ttft":
+            errors = self._ttft_errors
+            return sum(errors) / len(errors) if errors else None
+        return self.predictor.mape(Phase(phase))

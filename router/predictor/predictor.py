@@ -1,0 +1,172 @@
+"""Predicts, per worker, the seconds of prefill, of a decode step and of an exposed transfer.
+
+Three linear models: a step that computes prompts costs by (1, prompt tokens, attended tokens,
+decoded tokens, their context), a step that only decodes by (1, sequences, context), what a
+hand-off adds after the first token by (1, bytes). Workers are seeded by the steps that they
+measured at their start and refined by the totals that come back with every request; what
+nothing is known of is predicted like its peers, and 0 when there are none. Pure: no clock.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from baton.cluster.workers import Role, WorkerRecord
+from baton.step_totals import StepTotals, chunk_attention
+from router.predictor.least_squares import OnlineLeastSquares
+
+OUTPUT_MEMORY = 0.05
+Link = tuple[str, str, str]
+
+
+class Phase(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    TRANSFER = "transfer"
+
+
+class _Speed:
+    """The two step models of one worker, or of all workers of a role."""
+
+    def __init__(self) -> None:
+        self.prefill = OnlineLeastSquares(5)
+        self.decode = OnlineLeastSquares(3)
+        self._profile: tuple[StepTotals, ...] = ()
+
+    def seed(self, profile: tuple[StepTotals, ...]) -> None:
+        if profile is self._profile:
+            return
+        same, self._profile = profile == self._profile, profile
+        if same:
+            return
+        self.prefill.seed([(_prefill_costs(t), t.seconds) for t in profile if t.prefill_tokens])
+        self.decode.seed([(_decode_costs(t), t.seconds) for t in profile if not t.prefill_tokens])
+
+    def learn(self, totals: StepTotals, judge: bool) -> None:
+        if totals.prefill_tokens:
+            self.prefill.learn(_prefill_costs(totals), totals.seconds, judge)
+        elif totals.steps:
+            self.decode.learn(_decode_costs(totals), totals.seconds, judge)
+
+
+class Predictor:
+    """Owned by one router; bounded by the workers that `keep_only` names."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[str, _Speed] = {}
+        self._peers = {role: _Speed() for role in Role}
+        self._links: dict[Link, OnlineLeastSquares] = {}
+        self._all_links = OnlineLeastSquares(2)
+        self._output_tokens = 0.0
+        self._admit_s = 0.0
+
+    # --- predictions ------------------------------------------------------------------------
+
+    def prefill_s(
+        self,
+        worker: WorkerRecord,
+        uncached: int,
+        cached: int = 0,
+        decode_tokens: int = 0,
+        context_tokens: int = 0,
+    ) -> float:
+        """A prompt's own steps; each also decodes `decode_tokens` sequences (mixed batches)."""
+        if uncached <= 0:
+            return 0.0
+        steps = -(-uncached // max(worker.chunk_size - decode_tokens, 1))
+        costs = (
+            steps,
+            uncached,
+            chunk_attention(cached, uncached),
+            steps * decode_tokens,
+            steps * context_tokens,
+        )
+        own, peers = self._speed(worker).prefill, self._peers[worker.role].prefill
+        return (own if own.trained else peers).predict(costs)
+
+    def backlog_s(self, worker: WorkerRecord, prompts: int, uncached: int) -> float:
+        """So many prompts with so many tokens to compute together, one after the other."""
+        if prompts <= 0 or uncached <= 0:
+            return 0.0
+        return prompts * self.prefill_s(worker, -(-uncached // prompts))
+
+    def step_s(self, worker: WorkerRecord, sequences: float, context_tokens: float) -> float:
+        """One step that decodes `sequences` with so many tokens of context together."""
+        own, peers = self._speed(worker).decode, self._peers[worker.role].decode
+        return (own if own.trained else peers).predict((1, sequences, context_tokens))
+
+    def transfer_s(self, prefill: WorkerRecord, decode: WorkerRecord, num_bytes: float) -> float:
+        """From the first token to the committed hand-off, `num_bytes` being left to send."""
+        if num_bytes <= 0:
+            return 0.0
+        transport = next(
+            (link.transport for link in prefill.links if link.peer == decode.address), ""
+        )
+        model = self._links.get((prefill.worker_id, decode.worker_id, transport), self._all_links)
+        return (model if model.trained else self._all_links).predict((1, num_bytes))
+
+    @property
+    def admit_s(self) -> float:
+        """What the first token takes beside its prefill worker: reserving, the way to and fro."""
+        return self._admit_s
+
+    def output_tokens(self, max_tokens: int) -> float:
+        """How long an answer is likely to become."""
+        return min(max_tokens, self._output_tokens or max_tokens)
+
+    def knows(self, worker: WorkerRecord) -> bool:
+        """Whether predictions for this worker rest on anything."""
+        speed, peers = self._speed(worker), self._peers[worker.role]
+        return any(s.prefill.trained or s.decode.trained for s in (speed, peers))
+
+    # --- observations -----------------------------------------------------------------------
+
+    def saw_steps(self, worker: WorkerRecord, totals: StepTotals) -> None:
+        self._speed(worker).learn(totals, judge=True)
+        self._peers[worker.role].learn(totals, judge=False)
+
+    def saw_transfer(
+        self, prefill: WorkerRecord, decode: WorkerRecord, transport: str, sent: int, seconds: float
+    ) -> None:
+        if sent > 0:
+            key = (prefill.worker_id, decode.worker_id, transport)
+            link = self._links.setdefault(key, OnlineLeastSquares(2))
+            link.learn((1, sent), seconds)
+            self._all_links.learn((1, sent), seconds, judge=False)
+
+    def saw_output(self, tokens: int) -> None:
+        known = self._output_tokens or tokens
+        self._output_tokens = known + OUTPUT_MEMORY * (tokens - known)
+
+    def saw_admission(self, seconds: float) -> None:
+        self._admit_s += OUTPUT_MEMORY * (min(max(seconds, 0.0), 1.0) - self._admit_s)
+
+    def keep_only(self, worker_ids: Iterable[str]) -> None:
+        """Forgets workers that are gone; their links with them."""
+        kept = set(worker_ids)
+        self._speeds = {k: v for k, v in self._speeds.items() if k in kept}
+        self._links = {k: v for k, v in self._links.items() if kept.issuperset(k[:2])}
+
+    def mape(self, phase: Phase) -> float | None:
+        """Mean relative error of the last predictions of all workers; None before the first."""
+        models = {
+            Phase.PREFILL: [speed.prefill for speed in self._speeds.values()],
+            Phase.DECODE: [speed.decode for speed in self._speeds.values()],
+            Phase.TRANSFER: list(self._links.values()),
+        }[phase]
+        errors = [error for model in models for error in model.errors]
+        return sum(errors) / len(errors) if errors else None
+
+    def _speed(self, worker: WorkerRecord) -> _Speed:
+        speed = self._speeds.get(worker.worker_id)
+        if speed is None:
+            speed = self._speeds[worker.worker_id] = _Speed()
+        speed.seed(worker.profile)
+        return speed
+
+
+def _prefill_costs(t: StepTotals) -> tuple[float, ...]:
+    return t.steps, t.prefill_tokens, t.attended_tokens, t.decode_tokens, t.context_tokens
+
+
+def _decode_costs(t: StepTotals) -> tuple[float, ...]:
+    return t.steps, t.decode_tokens, t.context_tokens

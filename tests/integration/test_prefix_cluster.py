@@ -1,0 +1,91 @@
+"""What the index says of real workers is what they then find in their caches."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.cluster.prefix_index import PrefixIndex, PrefixMatches, PrefixStore, PromptBlocks
+from baton.cluster.redis_link import RedisLink
+from baton.store import StoredModel
+from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
+from tests.support.redis import until, until_equal
+
+PROMPT = list(range(20, 120))  # 6 full blocks of 16 and a rest
+
+
+@pytest.fixture
+async def cluster(tiny_chat: StoredModel) -> AsyncIterator[Cluster]:
+    async with running_cluster(tiny_chat) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def index(cluster: Cluster) -> AsyncIterator[PrefixIndex]:
+    link = RedisLink(cluster.redis_url)
+    yield PrefixIndex(link, PrefixStore(link.client), lookup_timeout_s=2.0)
+    await link.close()
+
+
+async def lookup(cluster: Cluster, index: PrefixIndex, prompt: list[int]) -> PrefixMatches:
+    return await index.lookup(PromptBlocks(prompt), cluster.gateway.directory.snapshot())
+
+
+async def test_both_workers_of_a_request_are_known_to_hold_its_prompt(
+    cluster: Cluster, index: PrefixIndex
+) -> None:
+    async def held() -> list[int]:
+        matches = await lookup(cluster, index, PROMPT)
+        return [matches.held_tokens(w) for w in cluster.gateway.directory.snapshot()]
+
+    await cluster.ask(COMPLETIONS, prompt=PROMPT, max_tokens=4, ignore_eos=True)
+    await until_equal(held, [96, 96])
+    again = await cluster.ask(COMPLETIONS, prompt=PROMPT, max_tokens=4, ignore_eos=True)
+    assert again.usage["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+async def test_decode_is_known_to_hold_what_it_generated_as_well(
+    cluster: Cluster, index: PrefixIndex
+) -> None:
+    answer = await cluster.ask(
+        COMPLETIONS, prompt=PROMPT, max_tokens=40, ignore_eos=True, temperature=0, logprobs=0
+    )
+    assert answer.usage["completion_tokens"] == 40
+    decode = next(w for w in cluster.gateway.directory.snapshot() if w.role == "decode")
+    blocks = cluster.decodes[0].blocks
+
+    async def published() -> bool:
+        hashes = {digest for digest, _ in blocks.published()}
+        members = await index._link.client.smembers(
+            f"{{baton}}:held:{decode.worker_id}:{decode.incarnation}"
+        )
+        return len(hashes) == 8 and hashes == {m for m in members if len(m) == 16}
+
+    await until(published)  # (100 + 40 - 1) // 16 blocks
+
+
+async def test_blocks_that_the_pool_needs_again_leave_the_index(
+    tiny_chat: StoredModel,
+) -> None:
+    async with running_cluster(tiny_chat, num_blocks=16) as cluster:
+        link = RedisLink(cluster.redis_url)
+        index = PrefixIndex(link, PrefixStore(link.client), lookup_timeout_s=2.0)
+        await cluster.ask(COMPLETIONS, prompt=PROMPT, max_tokens=2, ignore_eos=True)
+
+        async def held() -> list[int]:
+            matches = await lookup(cluster, index, PROMPT)
+            return [matches.held_tokens(w) for w in cluster.gateway.directory.snapshot()]
+
+        await until_equal(held, [96, 96])
+        for start in (200, 400, 600):
+            other = [token % 250 for token in range(start, start + 150)]
+            await cluster.ask(COMPLETIONS, prompt=other, max_tokens=2, ignore_eos=True)
+        caches = [w.blocks for w in cluster.workers]
+        expected = [16 * _matched(blocks, cluster) for blocks in reversed(caches)]
+        assert expected != [96, 96]
+        await until_equal(held, expected)
+        await link.close()
+
+
+def _matched(blocks: object, cluster: Cluster) -> int:
+    layout = cluster.gateway.directory.snapshot()[0].layout
+    return len(blocks.match_prefix(PromptBlocks(PROMPT).reusable_hashes(layout)))  # type: ignore[attr-defined]
