@@ -1,0 +1,194 @@
+"""The compiled kernels as functions on tensors.
+
+Callers check what a kernel serves (`takes_linear`, `takes_heads`); the functions trust them: they
+pass bare addresses. The foreign call lets go of the GIL. All tensors are on the CPU and, where
+not said otherwise, contiguous.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import c_float, c_int, c_long, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
+
+_log = logging.getLogger(__name__)
+
+_DEPTH = 32
+_GROUP = 32
+_MAX_HEAD_DIM = 256
+
+
+class Finish(IntEnum):
+    """What becomes of a product: stored as bfloat16 or float32, added to float32, or gated."""
+
+    BFLOAT16 = 0
+    FLOAT32 = 1
+    ADD = 2
+    SILU_AND_MUL = 3
+
+
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "baton_pack": (c_void_p, c_void_p, c_long, c_long),
+    "baton_linear": (c_void_p,) * 4 + (c_long,) * 3 + (c_int, c_int),
+    "baton_rms_norm": (c_void_p, c_void_p, c_float, c_void_p, c_long, c_long, c_int),
+    "baton_rotate_and_store": (c_void_p,) * 4
+    + (c_float,)
+    + (c_void_p,) * 3
+    + (c_long,) * 4
+    + (c_int,),
+    "baton_attention": (c_void_p,) * 7 + (c_long,) * 8 + (c_float, c_int),
+}
+
+
+class Kernels:
+    def __init__(self, path: Path) -> None:
+        # torch is loaded, so its OpenMP threads serve these kernels too.
+        loaded = ctypes.CDLL(str(path))
+        if not loaded.baton_enable():
+            raise BuildError("the system does not give this process the tile registers")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, None
+        self._pack = loaded.baton_pack
+        self._linear = loaded.baton_linear
+        self._rms_norm = loaded.baton_rms_norm
+        self._rotate_and_store = loaded.baton_rotate_and_store
+        self._attention = loaded.baton_attention
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """(outputs, depth) → its packed form, flat; see src/tiles.h."""
+        outputs, depth = weight.shape
+        packed = torch.empty(-(-outputs // _GROUP) * _GROUP * depth, dtype=torch.bfloat16)
+        weight = weight.contiguous()
+        self._pack(weight.data_ptr(), packed.data_ptr(), outputs, depth)
+        return packed
+
+    def linear(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, out: Tensor, how: Finish
+    ) -> None:
+        """x (n, depth) times packed weights of `outputs` rows, into `out`. `bias` is float32, as
+        long as `outputs` rounded up to 32."""
+        rows, depth = x.shape
+        self._linear(
+            x.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            outputs,
+            depth,
+            how,
+            torch.get_num_threads(),
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """float32 (n, size) → bfloat16."""
+        out = torch.empty(x.shape, dtype=torch.bfloat16)
+        self._rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            *x.shape,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norm: Tensor | None,
+        eps: float,
+        slots: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+    ) -> None:
+        """See `ops.rope.rotate_and_store`."""
+        tokens, _, head_dim = qkv.shape
+        num_kv_heads = slots.shape[2]
+        self._rotate_and_store(
+            qkv.data_ptr(),
+            rope[0].data_ptr(),
+            rope[1].data_ptr(),
+            None if norm is None else norm.data_ptr(),
+            eps,
+            slots[0].data_ptr(),
+            slots[1].data_ptr(),
+            slot_mapping.data_ptr(),
+            tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            torch.get_num_threads(),
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        block_size: int,
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        """`q` (n, head, head_dim) may be a slice of wider rows; see `ops.attention`."""
+        n, num_heads, head_dim = q.shape
+        out = torch.empty(n, num_heads, head_dim, dtype=torch.bfloat16)
+        self._attention(
+            q.data_ptr(),
+            out.data_ptr(),
+            slots[0].data_ptr(),
+            slots[1].data_ptr(),
+            tables.data_ptr(),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            lengths.shape[0],
+            q.stride(0),
+            tables.shape[1],
+            num_heads,
+            slots.shape[2],
+            head_dim,
+            block_size,
+            window or 0,
+            scale,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def takes_linear(weight: Tensor) -> bool:
+    return takes(weight) and weight.shape[1] % _DEPTH == 0
+
+
+def takes_heads(x: Tensor, head_dim: int) -> bool:
+    """Rotary embedding and attention of heads of this size."""
+    return takes(x) and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
+
+
+def takes(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and kernels() is not None
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The best that this CPU runs, None where there is none. `BATON_KERNELS=off` means none; the
+    name of a variant means that one."""
+    variants = supported(cpu_flags())
+    if (chosen := os.environ.get("BATON_KERNELS_VARIANT")) is not None:
+        variants = [name for name in variants if name == chosen]
+    for variant in variants:
+        try:
+            return Kernels(library(variant))
+        except (BuildError, OSError) as error:
+            _log.warning("no CPU kernels (%s), torch's own are used: %s", variant, error)
+    return None
