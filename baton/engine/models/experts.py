@@ -40,6 +40,10 @@ class ExpertsMLP:
             result.index_add_(0, tokens, answer * weights[tokens, rank].unsqueeze(1))
         return result if self.shared is None else result.add_(self.shared(x))
 
+    def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
+        """Adds the result to float32 (n, hidden), in place."""
+        return total.add_(self(x))
+
 
 def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     """Weights and numbers (n, top_k) of the experts that each token goes to."""

@@ -12,9 +12,9 @@ from baton.engine.layers.norm import RMSNorm
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.checkpoint_names import TensorSource
 from baton.engine.models.weights import fused_linear, norm_weight
-from baton.engine.ops.attention import AttentionBatch, write_kv
+from baton.engine.ops.attention import AttentionBatch, Batch, write_kv
 from baton.engine.ops.latent_attention import Unpacking, latent_attention
-from baton.engine.ops.linear import LinearWeight
+from baton.engine.ops.linear import linear
 from baton.engine.ops.rope import apply_rope_
 
 _LATENT_EPS = 1e-6
@@ -31,7 +31,7 @@ class LatentAttention:
         down = source(f"{prefix}.kv_a_proj_with_mqa.weight", (m.kv_rank + m.rope_dim, hidden))
         name = f"{prefix}.kv_a_proj_with_mqa.bias"
         bias = source(name, (m.kv_rank + m.rope_dim,)) if config.qkv_bias else None
-        self.down = LinearWeight(
+        self.down = linear(
             _halves(down, m.kv_rank), None if bias is None else _halves(bias, m.kv_rank)
         )
         name = f"{prefix}.kv_a_layernorm"
@@ -48,9 +48,10 @@ class LatentAttention:
         x: Tensor,
         rope: tuple[Tensor, Tensor] | None,
         cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
+        batch: Batch,
     ) -> Tensor:
         """(n, heads * value_dim), before the output product."""
+        assert isinstance(batch, AttentionBatch), "no kernel reads latents in place"
         assert rope is not None, "the family has no learned positions"
         n, rank = x.shape[0], self.sizes.kv_rank
         q = self.query(x).view(n, self.num_heads, -1)
@@ -74,7 +75,7 @@ class _Query:
         name, columns = ("q_proj", hidden) if m.q_rank is None else ("q_b_proj", m.q_rank)
         weight = source(f"{prefix}.{name}.weight", (rows, columns))
         heads = weight.view(config.num_heads, -1, columns)
-        self.up = LinearWeight(
+        self.up = linear(
             torch.stack([_halves(head, m.nope_dim) for head in heads]).view(rows, columns)
         )
         self.down, self.norm = None, None

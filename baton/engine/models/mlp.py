@@ -4,8 +4,8 @@ from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.checkpoint_names import TensorSource
-from baton.engine.models.weights import fused_linear
-from baton.engine.ops.activation import GATED, PLAIN
+from baton.engine.models.weights import fused_gate_up, fused_linear
+from baton.engine.ops.activation import GATED, PLAIN, Activation
 
 
 class MLP:
@@ -13,10 +13,19 @@ class MLP:
 
     def __init__(self, config: ModelConfig, prefix: str, source: TensorSource, size: int) -> None:
         hidden, bias = config.hidden_size, config.mlp_bias
-        gate = (("gate_proj", size),) if config.gated_mlp else ()
-        self.gate_up = fused_linear(source, prefix, (*gate, ("up_proj", size)), hidden, bias)
-        self.down = fused_linear(source, prefix, (("down_proj", hidden),), size, bias)
-        self.activation = (GATED if config.gated_mlp else PLAIN)[config.activation]
+        self._inner: Activation
+        if config.gated_mlp:
+            activate = GATED[config.activation]
+            self._inner = fused_gate_up(source, prefix, size, hidden, bias, activate)
+        else:
+            up = fused_linear(source, prefix, (("up_proj", size),), hidden, bias)
+            activate = PLAIN[config.activation]
+            self._inner = lambda x: activate(up(x))
+        self._down = fused_linear(source, prefix, (("down_proj", hidden),), size, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate_up(x)))
+        return self._down(self._inner(x))
+
+    def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
+        """Adds the result to float32 (n, hidden), in place."""
+        return self._down.add_to_(total, self._inner(x))

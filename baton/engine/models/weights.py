@@ -6,22 +6,40 @@ from torch import Tensor
 from baton.engine.layers.norm import LayerNorm, Norm, RMSNorm
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.checkpoint_names import TensorSource
-from baton.engine.ops.linear import LinearWeight
+from baton.engine.ops.activation import Activation
+from baton.engine.ops.linear import Linear, gated_linear, linear
+
+Parts = tuple[tuple[str, int], ...]
 
 
 def fused_linear(
+    source: TensorSource, prefix: str, parts: Parts, in_features: int, bias: bool
+) -> Linear:
+    """One product with the parts' rows, in order."""
+    return linear(*_fused(source, prefix, parts, in_features, bias))
+
+
+def fused_gate_up(
     source: TensorSource,
     prefix: str,
-    parts: tuple[tuple[str, int], ...],
+    size: int,
     in_features: int,
     bias: bool,
-) -> LinearWeight:
-    """One weight of the parts' rows, in order."""
+    activate: Activation,
+) -> Activation:
+    """gate_proj and up_proj as one product, and what `activate` makes of them."""
+    parts = (("gate_proj", size), ("up_proj", size))
+    return gated_linear(*_fused(source, prefix, parts, in_features, bias), activate)
+
+
+def _fused(
+    source: TensorSource, prefix: str, parts: Parts, in_features: int, bias: bool
+) -> tuple[Tensor, Tensor | None]:
     weight = torch.cat(
         [source(f"{prefix}.{name}.weight", (out, in_features)) for name, out in parts]
     )
     biases = [source(f"{prefix}.{name}.bias", (out,)) for name, out in parts] if bias else None
-    return LinearWeight(weight, torch.cat(biases) if biases else None)
+    return weight, torch.cat(biases) if biases else None
 
 
 def norm(config: ModelConfig, source: TensorSource, name: str) -> Norm:

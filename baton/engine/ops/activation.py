@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Callable[[Tensor], Tensor]
+
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """(n, 2 * size), gate first → silu(gate) * up."""
@@ -23,8 +25,8 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return gelu_tanh(gate).mul_(up)
 
 
-GATED: Mapping[str, Callable[[Tensor], Tensor]] = {
+GATED: Mapping[str, Activation] = {
     "silu": silu_and_mul,
     "gelu_tanh": gelu_tanh_and_mul,
 }
-PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+PLAIN: Mapping[str, Activation] = {"silu": F.silu, "gelu_tanh": gelu_tanh}

@@ -1,8 +1,9 @@
 """Causal attention of a ragged batch over a paged KV cache.
 
-A batch is `num_decodes` sequences with one query token each, first, then prefill chunks. Both
-kinds read only blocks of their own block table, so what one sequence computes does not depend
-on its batch-mates; masks and index tensors are made once per step and shared by all layers.
+Every sequence reads only blocks of its own block table, so what it computes does not depend on
+its batch-mates. A `PagedBatch` is for the kernels that read blocks in place. An `AttentionBatch`
+is for torch: sequences with one query token each come first, then prefill chunks; masks and
+index tensors are made once per step and shared by all layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from baton.engine.ops.cpu.kernels import kernels, takes_heads
 
 if TYPE_CHECKING:
     from baton.engine.ops.quantized_attention import QuantizedBatch
@@ -58,6 +61,27 @@ class AttentionBatch:
     quantized: "QuantizedBatch | None" = None
 
 
+@dataclass(frozen=True)
+class PagedBatch:
+    """Sequence s has the queries [starts[s], starts[s + 1]) of the batch, the last of lengths[s]
+    tokens. `tables` is (sequence, block), `starts` (sequences + 1), `lengths` (sequence), all
+    int32; entries of `tables` past a sequence's end or before all windows are never followed."""
+
+    slot_mapping: Tensor
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    block_size: int
+
+
+Batch = AttentionBatch | PagedBatch
+
+
+def reads_in_place(dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
+    """Whether there are kernels that take such a model's batches as `PagedBatch`."""
+    return softcap is None and takes_heads(dtype, head_dim)
+
+
 def write_kv(kv: Tensor, slots: Tensor, slot_mapping: Tensor) -> None:
     """Stores (n, key|value, kv_head, head_dim) in a layer's slots."""
     slots.index_copy_(1, slot_mapping, kv.transpose(0, 1))
@@ -66,16 +90,20 @@ def write_kv(kv: Tensor, slots: Tensor, slot_mapping: Tensor) -> None:
 def paged_attention(
     q: Tensor,
     kv: Tensor,
-    table: Tensor,
-    batch: AttentionBatch,
+    cache: tuple[Tensor, Tensor],
+    batch: Batch,
     window: Window,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Attention output (n, head, head_dim) of queries (n, head, head_dim). `kv` holds the
     batch's own keys and values, (n, key|value, kv_head, head_dim), already written to the cache
-    whose layer is `table`. `scale` (default 1 / root of head_dim) multiplies the logits;
-    `softcap` then bends them into (-softcap, softcap)."""
+    whose layer `cache` is (slots, table). `scale` (default 1 / root of head_dim) multiplies the
+    logits; `softcap` then bends them into (-softcap, softcap)."""
+    slots, table = cache
+    if isinstance(batch, PagedBatch):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return attention_in_place(q, slots, batch, window, scale)
     how = (window, scale, softcap)
     if not batch.prefills and batch.decodes is not None:
         return _decode(q, kv, table, batch.decodes, *how)
@@ -85,6 +113,24 @@ def paged_attention(
     for chunk in batch.prefills:
         outputs.append(_prefill(q[chunk.start : chunk.end], kv, table, chunk, *how))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attention_in_place(
+    q: Tensor, slots: Tensor, batch: PagedBatch, window: Window, scale: float
+) -> Tensor:
+    """As `paged_attention`, of queries that may be a slice of wider rows."""
+    loaded = kernels()
+    assert loaded is not None, "PagedBatch is for models that `reads_in_place`"
+    return loaded.attention(
+        q,
+        slots,
+        batch.tables,
+        batch.starts,
+        batch.lengths,
+        batch.block_size,
+        window,
+        scale,
+    )
 
 
 def _context(table: Tensor, rows: Rows, kv: Tensor, num_seqs: int, length: int) -> list[Tensor]:

@@ -1,11 +1,32 @@
-"""Logits near the top, to more digits than a bfloat16 product returns.
+"""Logits to more digits than a bfloat16 result has.
 
-A bfloat16 result carries 8 bits: at a logit of 20 its steps are 1/8, and the two best tokens
-often tie. The few within a step or two of the best are computed again in float32.
+A bfloat16 number carries 8 bits: at a logit of 20 its steps are 1/8, and the two best tokens
+often tie. Our own kernels sum up in float32 and do not round. Where torch rounds, the few logits
+within a step or two of the best are computed again in float32.
 """
 
 import torch
 from torch import Tensor
+
+from baton.engine.ops.linear import KernelLinear, linear
+
+
+class LogitsHead:
+    """The last product, with `rows` (vocab, size)."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows, self._product = rows, linear(rows)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """float32 hidden states (n, size) → float32 (n, vocab)."""
+        rounded = hidden.to(self._rows.dtype)
+        if isinstance(self._product, KernelLinear):
+            return self._product.unrounded(rounded)
+        logits = self._product(rounded).float()
+        if self._rows.dtype is not torch.float32:
+            sharpen_(logits, hidden, self._rows)
+        return logits
+
 
 _MARGIN = 2.0**-6
 """Of the largest magnitude: two steps of bfloat16 on either side."""

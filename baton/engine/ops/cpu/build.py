@@ -1,7 +1,7 @@
 """Compiles the kernels once per source and instruction set, and finds them again.
 
-The library lies in `$BATON_KERNELS`, else beside these sources (an image built with them), else
-in the user's cache folder. Two processes may build at once: each writes a file of its own and
+The library lies beside these sources (an image that was built with them), else in the `kernels`
+folder of BATON_HOME. Two processes may build at once: each writes a file of its own and
 renames it. A machine without a compiler goes on with torch.
 """
 
@@ -58,10 +58,8 @@ def library(variant: str) -> Path:
 
 
 def _folders() -> list[Path]:
-    if chosen := os.environ.get("BATON_KERNELS"):
-        return [Path(chosen)]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [Path(__file__).parent / "lib", cache / "baton" / "kernels"]
+    home = Path(os.environ.get("BATON_HOME") or "~/.cache/baton").expanduser()
+    return [Path(__file__).parent / "lib", home / "kernels"]
 
 
 def _sources() -> list[Path]:

@@ -76,6 +76,7 @@ class Kernels:
         """x (n, depth) times packed weights of `outputs` rows, into `out`. `bias` is float32, as
         long as `outputs` rounded up to 32."""
         rows, depth = x.shape
+        x = x.contiguous()
         self._linear(
             x.data_ptr(),
             packed.data_ptr(),
@@ -91,6 +92,7 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """float32 (n, size) → bfloat16."""
         out = torch.empty(x.shape, dtype=torch.bfloat16)
+        x = x.contiguous()
         self._rms_norm(
             x.data_ptr(),
             weight.data_ptr(),
@@ -167,28 +169,49 @@ class Kernels:
 
 
 def takes_linear(weight: Tensor) -> bool:
-    return takes(weight) and weight.shape[1] % _DEPTH == 0
+    on_cpu = weight.device.type == "cpu"
+    return on_cpu and takes(weight.dtype) and weight.shape[1] % _DEPTH == 0
 
 
-def takes_heads(x: Tensor, head_dim: int) -> bool:
+def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
     """Rotary embedding and attention of heads of this size."""
-    return takes(x) and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
+    return takes(dtype) and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
-def takes(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and kernels() is not None
+def takes(dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and kernels() is not None
 
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The best that this CPU runs, None where there is none. `BATON_KERNELS=off` means none; the
-    name of a variant means that one."""
-    variants = supported(cpu_flags())
-    if (chosen := os.environ.get("BATON_KERNELS_VARIANT")) is not None:
-        variants = [name for name in variants if name == chosen]
+    """The best that this CPU runs, None where there are none. The environment variable
+    BATON_KERNELS may name a variant, or be `off`."""
+    try:
+        variants = chosen(os.environ.get("BATON_KERNELS", "auto"), supported(cpu_flags()))
+    except BuildError as error:
+        _log.warning("%s; torch's own kernels are used", error)
+        return None
     for variant in variants:
         try:
-            return Kernels(library(variant))
+            loaded = Kernels(library(variant))
         except (BuildError, OSError) as error:
             _log.warning("no CPU kernels (%s), torch's own are used: %s", variant, error)
+        else:
+            _log.info("CPU kernels: %s", variant)
+            return loaded
     return None
+
+
+def chosen(wish: str, possible: list[str]) -> list[str]:
+    """Variants to try, in order. BuildError if the wish cannot be had."""
+    if wish == "auto":
+        return possible
+    if wish == "off":
+        return []
+    if wish not in possible:
+        raise BuildError(
+            f"BATON_KERNELS={wish} is none of auto, off"
+            + "".join(f", {name}" for name in possible)
+            + ", which this CPU can run"
+        )
+    return [wish]

@@ -74,9 +74,9 @@ class Pass {
     load_queries();
     const long wide = columns_ > kTile ? kColumns : kTile;
     const long oldest = s_.position[0], newest = s_.position[columns_ - 1];
-    const long from = call_.window ? std::max(0L, oldest - call_.window + 1) : 0;
-    locate(from / kTokens * kTokens);
-    for (long token = from / kTokens * kTokens; token <= newest; token += kTokens) {
+    from_ = call_.window ? std::max(0L, oldest - call_.window + 1) : 0;
+    locate(from_ / kTokens * kTokens);
+    for (long token = from_ / kTokens * kTokens; token <= newest; token += kTokens) {
       load_tokens();
       locate(token + kTokens);
       tiles.multiply<false>(s_.keys, dim_, s_.queries, dim_, s_.scores, kColumns, kTokens, wide);
@@ -115,12 +115,13 @@ class Pass {
   // Finds the tokens of the next step and asks memory for them: blocks lie apart, and the
   // hardware does not foresee the next one.
   void locate(long token) {
-    count_ = std::max(0L, std::min(kTokens, context_ - token));
+    begin_ = std::max(0L, from_ - token);
+    end_ = std::max(0L, std::min(kTokens, context_ - token));
     long block = token / call_.block_size, offset = token % call_.block_size;
     const long token_size = call_.num_kv_heads * call_.head_dim;
-    for (long t = 0; t < count_; t++) {
+    for (long t = 0; t < end_; t++) {
       at_[t] = (table_[block] * call_.block_size + offset) * token_size + kv_head_ * call_.head_dim;
-      for (long d = 0; d < call_.head_dim; d += kDepth) {
+      for (long d = 0; t >= begin_ && d < call_.head_dim; d += kDepth) {
         _mm_prefetch((const char*)(call_.keys + at_[t] + d), _MM_HINT_T0);
         _mm_prefetch((const char*)(call_.values + at_[t] + d), _MM_HINT_T0);
       }
@@ -129,7 +130,7 @@ class Pass {
   }
 
   // Keys as they are; values in pairs of tokens, as the second operand of a product wants them.
-  // Tokens past the context are zeros: their weight is zero, and zero times garbage may be NaN.
+  // Tokens that no column sees are zeros: their weight is zero, and zero times garbage may be NaN.
   void load_tokens() {
     const __m512i low = kLowLanes.load(), high = kHighLanes.load();
     for (long t = 0; t < kTokens; t += 2)
@@ -144,7 +145,7 @@ class Pass {
   }
 
   __m512i read(const bf16* from, long t, long d) const {
-    return t < count_ ? _mm512_maskz_loadu_epi16(dims(d), from + at_[t] + d)
+    return begin_ <= t && t < end_ ? _mm512_maskz_loadu_epi16(dims(d), from + at_[t] + d)
                       : _mm512_setzero_si512();
   }
 
@@ -256,7 +257,8 @@ class Pass {
   Scratch& s_;
   const int32_t* table_;
   long group_, dim_, kv_head_, first_query_, context_, before_, column_, columns_;
-  long at_[kTokens], count_ = 0;  // where the tokens of the step at hand are, and how many
+  long from_ = 0;  // the oldest token that any column sees; older blocks may be another's by now
+  long at_[kTokens], begin_ = 0, end_ = 0;  // where tokens [begin, end) of the step at hand are
 };
 
 }  // namespace

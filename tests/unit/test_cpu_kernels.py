@@ -1,0 +1,255 @@
+"""Our CPU kernels, each variant that this machine runs, against the torch code that defines them;
+and what they promise beyond it: a result does not depend on the batch around it, bit for bit."""
+
+import random
+import threading
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from baton.engine.layers.rotary import RotaryEmbedding
+from baton.engine.ops.cpu import build
+from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
+from baton.engine.ops.cpu.kernels import Kernels, chosen
+from baton.engine.ops.linear import KernelLinear, KernelSiluAndMul
+from baton.engine.ops.rope import apply_rope_
+from baton.engine.rope_config import RopeConfig
+
+VARIANTS = supported(cpu_flags())
+NOT_A_NUMBER = float("nan")
+
+needs_kernels = pytest.mark.skipif(not VARIANTS, reason="this CPU has no AVX512-BF16")
+
+
+@pytest.fixture(scope="module", params=VARIANTS or ["none"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if not VARIANTS:
+        pytest.skip("this CPU has no AVX512-BF16")
+    return Kernels(library(request.param))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(3)
+
+
+def bfloat16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape).mul_(scale).bfloat16()
+
+
+SHAPES = [(960, 576), (100, 64), (33, 1536)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 45, 300])
+def test_a_product_is_summed_in_float32(
+    kernels: Kernels, rows: int, shape: tuple[int, int]
+) -> None:
+    weight, bias, x = bfloat16(*shape, scale=0.05), bfloat16(shape[0]), bfloat16(rows, shape[1])
+    product = KernelLinear(kernels, weight, bias)
+    exact = x.float() @ weight.float().T + bias.float()
+    torch.testing.assert_close(product.unrounded(x), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product(x).float(), exact, rtol=1e-2, atol=1e-2)
+    total = torch.randn(rows, shape[0])
+    expected = total + exact
+    torch.testing.assert_close(product.add_to_(total, x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_gate_and_up_are_multiplied_without_being_rounded(kernels: Kernels, rows: int) -> None:
+    weight, bias, x = bfloat16(96, 64, scale=0.3), bfloat16(96), bfloat16(rows, 64)
+    gate, up = (x.float() @ weight.float().T + bias.float()).chunk(2, dim=-1)
+    ours = KernelSiluAndMul(kernels, weight, bias)(x)
+    torch.testing.assert_close(ours.float(), F.silu(gate) * up, rtol=5e-3, atol=1e-4)
+
+
+def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(kernels: Kernels) -> None:
+    x = torch.tensor([[256.0], [-256.0]]).bfloat16() * torch.eye(1, 32).bfloat16()
+    ours = KernelSiluAndMul(kernels, torch.ones(32, 32).bfloat16(), None)(x)
+    assert ours[0].tolist() == [65536.0] * 16
+    assert ours[1].tolist() == [0.0] * 16
+
+
+def test_a_row_of_a_product_is_the_same_among_any_others(kernels: Kernels) -> None:
+    product, x = KernelLinear(kernels, bfloat16(96, 576, scale=0.05)), bfloat16(300, 576)
+    together = product.unrounded(x)
+    for row in (0, 15, 16, 31, 255, 256, 299):
+        assert torch.equal(product.unrounded(x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("size", [576, 100])
+def test_the_norm_is_its_definition(kernels: Kernels, size: int) -> None:
+    x, weight = torch.randn(70, size), torch.rand(size)
+    exact = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-3).float(), exact, rtol=5e-3, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_keys_are_rotated_into_their_slots_and_values_copied(
+    kernels: Kernels, head_dim: int, normed: bool
+) -> None:
+    heads, kv_heads, tokens = 4, 2, 40
+    qkv, slots = bfloat16(tokens, heads + 2 * kv_heads, head_dim), torch.zeros(2, 50, 2, head_dim)
+    slots = slots.bfloat16()
+    norm = torch.rand(heads + kv_heads, head_dim) if normed else None
+    where = torch.randperm(50)[:tokens]
+    rope = RotaryEmbedding(RopeConfig(), head_dim)(torch.arange(tokens), torch.float32)
+    exact = qkv.float()
+    if norm is not None:
+        scale = exact[:, :6].square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+        exact[:, :6] *= scale * norm
+    apply_rope_(exact[:, : heads + kv_heads], *rope)
+    kernels.rotate_and_store(qkv, rope, norm, 1e-5, slots, where, heads)
+    near = {"rtol": 5e-3, "atol": 1e-3}
+    torch.testing.assert_close(qkv[:, :heads].float(), exact[:, :heads], **near)
+    torch.testing.assert_close(slots[0, where].float(), exact[:, heads:6], **near)
+    assert torch.equal(slots[1, where].float(), exact[:, 6:])
+    others = torch.ones(50, dtype=torch.bool)
+    others[where] = False
+    assert not slots[:, others].any()
+
+
+class Paged:
+    """Sequences of (queries, context) whose blocks lie anywhere; what nobody may read is NaN."""
+
+    def __init__(self, work: list[tuple[int, int]], kv_heads: int, dim: int, block: int) -> None:
+        counts = [-(-context // block) for _, context in work]
+        blocks = list(range(sum(counts) + 1))
+        random.Random(1).shuffle(blocks)
+        self.block, self.work = block, work
+        self.slots = torch.full((2, len(blocks) * block, kv_heads, dim), NOT_A_NUMBER).bfloat16()
+        self.tables = torch.full((len(work), max(counts)), -1, dtype=torch.int32)
+        self.places: list[torch.Tensor] = []
+        for seq, ((_, context), count) in enumerate(zip(work, counts, strict=True)):
+            mine = [blocks.pop() for _ in range(count)]
+            self.tables[seq, :count] = torch.tensor(mine)
+            place = torch.cat([torch.arange(b * block, (b + 1) * block) for b in mine])[:context]
+            self.slots[:, place] = bfloat16(2, context, kv_heads, dim)
+            self.places.append(place)
+        self.starts = torch.tensor([0, *accumulate(n for n, _ in work)], dtype=torch.int32)
+        self.lengths = torch.tensor([context for _, context in work], dtype=torch.int32)
+
+    def attend(self, kernels: Kernels, q: torch.Tensor, window: int | None) -> torch.Tensor:
+        scale = q.shape[-1] ** -0.5
+        shape = (self.tables, self.starts, self.lengths)
+        return kernels.attention(q, self.slots, *shape, self.block, window, scale)
+
+    def last_alone(
+        self, kernels: Kernels, q: torch.Tensor, seq: int, window: int | None
+    ) -> torch.Tensor:
+        """The last query of a sequence, as a decode step of nothing else computes it."""
+        last = int(self.starts[seq + 1]) - 1
+        shape = (self.tables[seq : seq + 1].contiguous(), torch.tensor([0, 1], dtype=torch.int32))
+        return kernels.attention(
+            q[last : last + 1],
+            self.slots,
+            *shape,
+            self.lengths[seq : seq + 1].contiguous(),
+            self.block,
+            window,
+            q.shape[-1] ** -0.5,
+        )[0]
+
+    def expected(self, q: torch.Tensor, seq: int, window: int | None) -> torch.Tensor:
+        queries, context = self.work[seq]
+        group = q.shape[1] // self.slots.shape[2]
+        keys, values = self.slots[:, self.places[seq]].float().repeat_interleave(group, 2)
+        mine = q[self.starts[seq] : self.starts[seq + 1]].float()
+        scores = torch.einsum("nhd,thd->hnt", mine, keys) * q.shape[-1] ** -0.5
+        at, to = torch.arange(context - queries, context).unsqueeze(1), torch.arange(context)
+        visible = (to <= at) & (to > at - (window or context))
+        scores = scores.masked_fill(~visible, float("-inf"))
+        return torch.einsum("hnt,thd->nhd", scores.softmax(-1), values)
+
+
+@pytest.mark.parametrize("window", [None, 7, 100])
+@pytest.mark.parametrize("block", [5, 16])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 80), (40, 1, 32), (2, 2, 256), (4, 2, 16)])
+def test_attention_reads_what_is_visible_and_a_query_is_the_same_decoded_or_prefilled(
+    kernels: Kernels, shape: tuple[int, int, int], block: int, window: int | None
+) -> None:
+    heads, kv_heads, dim = shape
+    work = [(1, 1), (1, 130), (5, 5), (40, 200), (1, 33), (150, 150), (17, 64)]
+    paged = Paged(work, kv_heads, dim, block)
+    q = bfloat16(sum(n for n, _ in work), heads + 2 * kv_heads, dim)[:, :heads]
+    together = paged.attend(kernels, q, window)
+    for seq in range(len(work)):
+        ours = together[paged.starts[seq] : paged.starts[seq + 1]]
+        expected = paged.expected(q, seq, window)
+        torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=1e-2)
+        assert torch.equal(ours[-1], paged.last_alone(kernels, q, seq, window))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_changes_nothing(kernels: Kernels, threads: int) -> None:
+    paged, before = Paged([(70, 90), (1, 40)], 3, 64, 16), torch.get_num_threads()
+    q, weight, x = bfloat16(71, 9, 64), bfloat16(96, 64), bfloat16(70, 64)
+    expected = (paged.attend(kernels, q, None), KernelLinear(kernels, weight).unrounded(x))
+    try:
+        torch.set_num_threads(threads)
+        ours = (paged.attend(kernels, q, None), KernelLinear(kernels, weight).unrounded(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(ours[1], expected[1])
+
+
+def test_what_a_cpu_runs_is_read_from_its_flags() -> None:
+    server = frozenset(["avx512_bf16", "avx512bw", "avx512vl", "avx512dq", "avx512_vbmi2"])
+    assert supported(frozenset(["avx2"])) == []
+    assert supported(server) == ["avx512"]
+    assert supported(server | {"amx_tile", "amx_bf16"}) == ["amx", "avx512"]
+
+
+def test_the_user_may_choose_a_variant_or_none() -> None:
+    assert chosen("auto", ["amx", "avx512"]) == ["amx", "avx512"]
+    assert chosen("avx512", ["amx", "avx512"]) == ["avx512"]
+    assert chosen("off", ["amx"]) == []
+    with pytest.raises(BuildError, match="BATON_KERNELS=neon is none of auto, off, amx"):
+        chosen("neon", ["amx"])
+
+
+@needs_kernels
+def test_a_machine_without_a_compiler_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        library(VARIANTS[0])
+
+
+@needs_kernels
+def test_a_failing_compiler_leaves_its_words_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_TARGETS", {VARIANTS[0]: ("-march=abacus",)})
+    with pytest.raises(BuildError, match="abacus"):
+        library(VARIANTS[0])
+    assert not list((tmp_path / "kernels").iterdir())
+
+
+@needs_kernels
+def test_two_that_build_at_once_get_the_same_library_and_a_third_does_not_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    built: list[Path] = []
+    builders = [
+        threading.Thread(target=lambda: built.append(library(VARIANTS[0]))) for _ in range(2)
+    ]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(120)
+    monkeypatch.setenv("CXX", "/nowhere")
+    assert built == [library(VARIANTS[0])] * 2
+    Kernels(built[0])
