@@ -91,7 +91,7 @@ def _compile(variant: str, target: Path) -> Path:
             )
             built.replace(target)
     except subprocess.CalledProcessError as error:
-        raise BuildError(f"{compiler} failed: {error.stderr.strip()[-500:]}") from error
+        raise BuildError(f"{compiler} failed: {error.stderr.strip()[:300]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the kernels could not be built: {error}") from error
     return target
