@@ -1,19 +1,21 @@
-"""One bounded, fair queue in front of the workers.
+"""One bounded queue in front of the workers.
 
-Owns how many requests run and who goes next; knows nothing of workers but "accepted" and
-"refused". A request that the workers refuse for lack of room goes back to its old place.
-Whoever arrives while others wait goes behind them. The next in line is let through when a
-request ends, when one was accepted (there may be more room) and when workers changed.
-Invariant: running + waiting requests are bounded; every wait ends at its deadline.
+Owns how many requests run, and gives the next one in line its turn; in which order they stand
+is the fair queue's business, and whether there is room the workers'. A request that the workers
+refuse for lack of room goes back to its old place. Whoever arrives while others wait queues up.
+The next in line is let through when a request ends, when one was accepted (there may be more
+room) and when workers changed. Invariant: running + waiting requests are bounded; every wait
+ends at its deadline.
 """
 
 import asyncio
 import itertools
-from bisect import insort
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 from baton.cluster.errors import Overloaded
+from router.fair_queue import FairQueue, Ticket
 
 RETRY_AFTER_S = 1.0
 
@@ -26,13 +28,29 @@ class QueueTimeout(Overloaded):
     """The deadline passed before there was room."""
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a request's turn depends on; see `Ticket`. None: it comes now, without a deadline."""
+
+    tenant: str = ""
+    priority: int = 0
+    arrived_at: float | None = None
+    due_at: float | None = None
+    tokens: int = 1
+    work_s: float = 0.0
+
+
+ORDINARY = Claim()
+
+
 class Admission:
     def __init__(self, max_running: int, max_queue: int) -> None:
         self._max_running = max_running
         self._max_queue = max_queue
         self._running = 0
-        self._tickets = itertools.count()
-        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._queue = FairQueue()
+        self._turns: dict[Ticket, asyncio.Future[None]] = {}
 
     @property
     def running(self) -> int:
@@ -40,12 +58,27 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._queue)
+
+    @property
+    def work_s(self) -> float:
+        """Prefill seconds of those who wait."""
+        return sum(ticket.work_s for ticket in self._queue)
 
     @asynccontextmanager
-    async def slot(self, deadline: float) -> AsyncIterator["Slot"]:
+    async def slot(self, deadline: float, claim: Claim = ORDINARY) -> AsyncIterator["Slot"]:
         """Holds a running slot; `deadline` (event loop time) bounds every wait for room."""
-        slot = Slot(self, next(self._tickets), deadline)
+        now = asyncio.get_running_loop().time()
+        ticket = Ticket(
+            next(self._numbers),
+            now if claim.arrived_at is None else claim.arrived_at,
+            claim.tenant,
+            claim.priority,
+            float("inf") if claim.due_at is None else claim.due_at,
+            claim.tokens,
+            claim.work_s,
+        )
+        slot = Slot(self, ticket, deadline)
         await slot.enter()
         try:
             yield slot
@@ -57,23 +90,24 @@ class Admission:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiters and self._running < self._max_running:
-            _, future = self._waiters.pop(0)
-            if not future.done():
+        now = asyncio.get_running_loop().time()
+        while self._queue and self._running < self._max_running:
+            turn = self._turns.pop(self._queue.pop(now))
+            if not turn.done():
                 self._running += 1
-                future.set_result(None)
+                turn.set_result(None)
                 return
 
-    async def _wait(self, ticket: int, deadline: float) -> None:
-        if len(self._waiters) >= self._max_queue:
+    async def _wait(self, ticket: Ticket, deadline: float) -> None:
+        if len(self._queue) >= self._max_queue:
             raise QueueFull("The queue is full, try again later.", retry_after_s=RETRY_AFTER_S)
-        waiter = (ticket, asyncio.get_running_loop().create_future())
-        insort(self._waiters, waiter, key=lambda entry: entry[0])
+        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+        self._queue.push(ticket)
         try:
             async with asyncio.timeout_at(deadline):
-                await waiter[1]
+                await turn
         except BaseException as error:
-            self._abandon(waiter)
+            self._abandon(ticket, turn)
             if isinstance(error, TimeoutError):
                 raise QueueTimeout(
                     "No room on the workers within the time a request may queue.",
@@ -81,10 +115,11 @@ class Admission:
                 ) from error
             raise
 
-    def _abandon(self, waiter: tuple[int, asyncio.Future[None]]) -> None:
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-        elif waiter[1].done() and not waiter[1].cancelled():
+    def _abandon(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
+        if ticket in self._queue:
+            self._queue.remove(ticket)
+            del self._turns[ticket]
+        elif turn.done() and not turn.cancelled():
             self._release()  # it was granted in the same moment
 
     def _release(self) -> None:
@@ -95,7 +130,7 @@ class Admission:
 class Slot:
     """One request's place: waiting, running or gone."""
 
-    def __init__(self, admission: Admission, ticket: int, deadline: float) -> None:
+    def __init__(self, admission: Admission, ticket: Ticket, deadline: float) -> None:
         self._admission = admission
         self._ticket = ticket
         self._deadline = deadline
@@ -103,7 +138,7 @@ class Slot:
 
     async def enter(self) -> None:
         admission = self._admission
-        if admission._waiters or admission._running >= admission._max_running:
+        if admission._queue or admission._running >= admission._max_running:
             await admission._wait(self._ticket, self._deadline)
         else:
             admission._running += 1
@@ -121,7 +156,9 @@ class Slot:
         if self._held:
             self._held = False
             self._admission._running -= 1
-        await self._admission._wait(self._ticket, self._deadline)
+        alone = self._ticket not in self._admission._queue
+        ticket = self._ticket if alone else replace(self._ticket)
+        await self._admission._wait(ticket, self._deadline)
         if self._held:
             self._admission._release()
         self._held = True

@@ -21,7 +21,7 @@ from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
 from baton.cluster.workers import Role, WorkerRecord
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from router.admission import Admission, Slot
+from router.admission import Admission, QueueTimeout, Slot
 from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFull
 from router.generation import BrokenSequence, Generation
 from router.hold import Hold
@@ -55,9 +55,15 @@ class Conductor:
     async def run(self, job: Job, output: Output) -> Served:
         """Serves a job to its end. Raises BatonError when it cannot."""
         served, waiting = Served(), job.trail.begin("admission", time.monotonic())
-        async with self.admission.slot(job.queue_deadline) as slot:
-            waiting.end = time.monotonic()
-            await self._serve(Leg.whole(job), output, served, slot)
+        leg, workers = Leg.whole(job), self._candidates(set())
+        self.planner.refuse_if_late(leg.facts, workers, self.admission.work_s)
+        claim = self.planner.claim(leg.facts, workers, job)
+        try:
+            async with self.admission.slot(job.latest_turn, claim) as slot:
+                waiting.end = time.monotonic()
+                await self._serve(leg, output, served, slot)
+        except QueueTimeout as error:
+            raise job.too_late() or error from error
         return served
 
     async def _serve(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
@@ -78,6 +84,8 @@ class Conductor:
                 with timed(trail, "admission"):
                     await slot.refused()
                 continue
+            if not leg.failures:
+                self.planner.check(plan, leg.facts)
             try:
                 return await self._attempt(leg, plan, output, served, slot)
             except WorkerFull as error:

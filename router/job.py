@@ -16,7 +16,7 @@ from baton.v1 import common_pb2
 from router.calls import WorkerFault
 from router.generation import Delta, Generation
 from router.placement import Plan, RequestFacts
-from router.targets import Targets
+from router.targets import Targets, Unattainable
 
 GRACE_S = 1.0
 
@@ -60,6 +60,20 @@ class Job:
 
     def waited_s(self) -> float:
         return time.monotonic() - self.arrived_at
+
+    @property
+    def latest_turn(self) -> float:
+        """After that it is not worth serving any more."""
+        if not self.targets.reject:
+            return self.queue_deadline
+        return min(self.queue_deadline, self.arrived_at + self.targets.ttft_s)
+
+    def too_late(self) -> Unattainable | None:
+        """Why it is refused, when its target has passed in the queue."""
+        waited_s = self.waited_s()
+        if self.targets.reject and waited_s >= self.targets.ttft_s:
+            return Unattainable(self.targets, waited_s, 0.0)
+        return None
 
     def time_left(self) -> float:
         """For calls to workers: they end a little after the router, who tells the client."""

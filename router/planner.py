@@ -5,6 +5,7 @@ holds the promise while an attempt lasts and reports the timings that come back.
 """
 
 import itertools
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,22 @@ from dataclasses import replace
 from baton.cluster.load_ledger import LoadLedger
 from baton.cluster.prefix_index import PrefixMatches
 from baton.cluster.workers import Role, WorkerRecord
+from router.admission import Claim
 from router.hold import Hold
-from router.placement import Candidate, Placement, Plan, RequestFacts, Rules, place
+from router.job import Job
+from router.placement import (
+    Candidate,
+    NoRoom,
+    NoWorker,
+    Placement,
+    Plan,
+    RequestFacts,
+    Rules,
+    place,
+)
 from router.placement.explain import alternatives
 from router.predictor import Phase, Predictor
+from router.targets import Unattainable
 
 ERRORS_KEPT = 200
 NOTHING_CACHED = PrefixMatches()
@@ -60,6 +73,48 @@ class Planner:
         """The best ways to serve a request, best first."""
         candidates = self._candidates(workers, matches)
         return alternatives(facts, candidates, self.predictor, self._rules)
+
+    def claim(self, facts: RequestFacts, workers: Sequence[WorkerRecord], job: Job) -> Claim:
+        """What the request's turn in the queue depends on."""
+        output = self.predictor.output_tokens(facts.max_tokens)
+        worker = next((w for w in workers if w.role is Role.PREFILL), None) or next(
+            iter(workers), None
+        )
+        prompt = facts.num_prompt_tokens
+        return Claim(
+            tenant=job.tenant,
+            priority=facts.targets.priority,
+            arrived_at=job.arrived_at,
+            due_at=job.arrived_at + facts.targets.ttft_s,
+            tokens=prompt + round(facts.n * output),
+            work_s=self.predictor.prefill_s(worker, prompt) if worker else 0.0,
+        )
+
+    def refuse_if_late(
+        self, facts: RequestFacts, workers: Sequence[WorkerRecord], queued_s: float
+    ) -> None:
+        """For a request that wants it so: raises Unattainable when it is predicted to be late,
+        with `queued_s` seconds of prefill ahead of it in the router's queue."""
+        if not facts.targets.reject:
+            return
+        prefills = sum(worker.role is Role.PREFILL for worker in workers)
+        waited_s = facts.waited_s + queued_s / max(prefills, 1)
+        rules = replace(self._rules, backlog_s=math.inf)
+        candidates = self._candidates(workers, NOTHING_CACHED)
+        try:
+            plan = place(
+                self._policy, replace(facts, waited_s=waited_s), candidates, self.predictor, rules
+            )
+        except (NoWorker, NoRoom):
+            return  # it waits, or is told so
+        self.check(plan, facts)
+
+    def check(self, plan: Plan, facts: RequestFacts) -> None:
+        """Raises Unattainable when a request prefers that to the plan."""
+        cost, targets = plan.cost, facts.targets
+        late = cost.ttft_s > targets.ttft_s or (facts.needs_decode and cost.tpot_s > targets.tpot_s)
+        if targets.reject and late:
+            raise Unattainable(targets, cost.ttft_s, cost.tpot_s)
 
     @contextmanager
     def hold(self, plan: Plan, facts: RequestFacts) -> Iterator[Hold]:

@@ -7,6 +7,7 @@ the server's. Infinity means that nothing was asked for.
 import math
 from dataclasses import dataclass
 
+from baton.cluster.errors import Overloaded
 from baton.cluster.settings import RouterSettings
 from baton.cluster.values import TargetValues, parse_targets
 
@@ -42,3 +43,18 @@ class DefaultTargets:
         tpot_ms = next((v.tpot_ms for v in levels if v.tpot_ms is not None), math.inf)
         policy = next((v.policy for v in levels if v.policy is not None), None)
         return Targets(ttft_ms / 1e3, tpot_ms / 1e3, policy == "reject", priority)
+
+
+class Unattainable(Overloaded):
+    """A request that would rather be refused than late, and is predicted to be late."""
+
+    def __init__(self, targets: Targets, ttft_s: float, tpot_s: float) -> None:
+        late_s = max(ttft_s - targets.ttft_s, 0.0)
+        super().__init__(
+            f"The latency targets cannot be met now: {ttft_s * 1e3:.0f} ms to the first token and "
+            f"{tpot_s * 1e3:.1f} ms per further token are predicted.",
+            retry_after_s=max(1.0, math.ceil(late_s)),
+        )
+        self.targets = targets
+        self.ttft_s = ttft_s
+        self.tpot_s = tpot_s

@@ -5,12 +5,14 @@ worker's own words about its fault.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
 from baton.cluster.errors import BatonError, Overloaded, RequestRejected, WorkerUnavailable
 from router.admission import QueueFull
 from router.placement import NoWorker
+from router.targets import Unattainable
 
 
 @dataclass
@@ -22,6 +24,8 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_s: float | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the error object."""
 
     def body(self, request_id: str) -> bytes:
         error = {
@@ -30,6 +34,7 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
             "request_id": request_id,
+            **self.details,
         }
         return orjson.dumps({"error": error})
 
@@ -67,6 +72,8 @@ def timed_out() -> ApiError:
 def from_baton(error: BatonError, request_id: str) -> ApiError:
     if isinstance(error, RequestRejected):
         return invalid(None, str(error), "rejected_by_worker")
+    if isinstance(error, Unattainable):
+        return _unattainable(error)
     if isinstance(error, QueueFull):
         return ApiError(
             str(error),
@@ -82,3 +89,22 @@ def from_baton(error: BatonError, request_id: str) -> ApiError:
     if isinstance(error, WorkerUnavailable):
         return unavailable(f"{error} Quote request id {request_id}.", "worker_failed")
     return internal(request_id)
+
+
+def _unattainable(error: Unattainable) -> ApiError:
+    predicted = {
+        "ttft_ms": round(error.ttft_s * 1e3, 3),
+        "tpot_ms": round(error.tpot_s * 1e3, 3),
+    }
+    return ApiError(
+        str(error),
+        429,
+        "rate_limit_error",
+        code="targets_unattainable",
+        retry_after_s=error.retry_after_s,
+        headers={
+            "x-baton-predicted-ttft-ms": str(predicted["ttft_ms"]),
+            "x-baton-predicted-tpot-ms": str(predicted["tpot_ms"]),
+        },
+        details={"predicted": predicted},
+    )

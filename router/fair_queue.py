@@ -1,0 +1,88 @@
+"""Who goes next: by rank, then fair between tenants, then the earliest feasible deadline. Pure.
+
+Within a rank the tenant that has been given the fewest tokens goes first; one that was idle
+starts level with the others, so that it cannot save up (virtual token counter: Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024). Within a tenant the earliest deadline
+that can still be met goes first (Liu and Layland, 1973). A request without a deadline, or whose
+deadline has passed, ranks as if it were due `PATIENCE_S` after it came, and each `PATIENCE_S`
+of waiting raises its rank by one: nobody starves.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PATIENCE_S = 10.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request's claim to its turn; times are on one clock. `tokens`: what it will be given,
+    prompt and expected output. `work_s`: what its first token takes once it has its turn."""
+
+    number: int
+    arrived_at: float
+    tenant: str = ""
+    priority: int = 0
+    due_at: float = math.inf
+    tokens: int = 1
+    work_s: float = 0.0
+    charged: bool = field(default=False, init=False)
+
+    def rank(self, now: float) -> int:
+        return self.priority + int((now - self.arrived_at) / PATIENCE_S)
+
+    def urgency(self, now: float) -> tuple[float, int]:
+        patient_until = self.arrived_at + PATIENCE_S
+        feasible = now + self.work_s <= self.due_at
+        return min(self.due_at, patient_until) if feasible else patient_until, self.number
+
+
+class FairQueue:
+    """Bounded by its user. `pop` charges the tenant; pushing the ticket again pays it back."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Ticket, None] = {}
+        self._given: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket in self._waiting
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._waiting)
+
+    def push(self, ticket: Ticket) -> None:
+        if ticket.charged:
+            self._given[ticket.tenant] = self._given.get(ticket.tenant, 0.0) - ticket.tokens
+            ticket.charged = False
+        tenants = {waiting.tenant for waiting in self._waiting}
+        if ticket.tenant not in tenants:
+            level = min((self._given.get(tenant, 0.0) for tenant in tenants), default=0.0)
+            self._given[ticket.tenant] = max(self._given.get(ticket.tenant, 0.0), level)
+        self._waiting[ticket] = None
+
+    def remove(self, ticket: Ticket) -> None:
+        del self._waiting[ticket]
+        self._forget_idle()
+
+    def pop(self, now: float) -> Ticket:
+        """The next one; there is one."""
+        ticket = min(
+            self._waiting, key=lambda t: (-t.rank(now), self._given[t.tenant], *t.urgency(now))
+        )
+        del self._waiting[ticket]
+        self._given[ticket.tenant] += ticket.tokens
+        ticket.charged = True
+        self._forget_idle()
+        return ticket
+
+    def _turn(self, now: float, ticket: Ticket) -> tuple[float, ...]:
+        return -ticket.rank(now), self._given[ticket.tenant], *ticket.urgency(now)
+
+    def _forget_idle(self) -> None:
+        """With nobody waiting there is nobody to be fair to: counters do not grow for ever."""
+        if not self._waiting:
+            self._given.clear()
