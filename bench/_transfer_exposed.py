@@ -63,7 +63,7 @@ async def _measure(address: str, prompt_tokens: int, rounds: int) -> dict[str, f
     engine.start()
     worker = PrefillWorker(engine, parts.cache.layout, Activity())
     pairs = {
-        name: Pairs(PrefillSettings.build(transport=transport), parts.cache, channels)
+        name: Pairs(PrefillSettings.build(transport=transport), parts.cache, channels, parts.memory)
         for name, transport in TRANSPORTS.items()
     }
     shares: dict[str, list[float]] = {name: [] for name in TRANSPORTS}

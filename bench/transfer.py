@@ -34,7 +34,8 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import SampledToken, Sequence
 from baton.engine.transfer.base import FirstToken
-from baton.engine.transfer.plan import plan_frames
+from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.shm import SharedMemory
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from prefill_service.pairs import Pairs
 
@@ -54,13 +55,14 @@ class Sender:
 
     @staticmethod
     def open(peer: Peer, num_blocks: int) -> "Sender":
-        cache = KVCache(layout_of(), num_blocks)
+        memory = SharedMemory(num_blocks * layout_of().bytes_per_block)
+        cache = KVCache(layout_of(), num_blocks, memory=memory.bytes)
         cache.data.view(torch.int16).fill_(0x3C3C)
         channels, pairs = ChannelPool(), {}
         for name, transport in TRANSPORTS.items():
             for checksum in (True, False):
                 settings = PrefillSettings.build(transport=transport, kv_checksum=checksum)
-                pairs[name, checksum] = Pairs(settings, cache, channels)
+                pairs[name, checksum] = Pairs(settings, cache, channels, memory)
         return Sender(cache, channels, peer, pairs)
 
     async def hand_off(self, transport: str, checksum: bool, mib: int) -> float:
@@ -79,15 +81,9 @@ class Sender:
         seq = Sequence(prompt, SamplingParams())
         seq.block_table = list(range(num_blocks))
         sender = self.pairs[transport, checksum].sender(reservation, seq)
-        plans = plan_frames(
-            range(num_blocks),
-            layout.num_layers,
-            layout.bytes_per_block // layout.num_layers,
-            sender.frame_bytes,
-        )
+        sender.open()
         start = time.perf_counter()
-        for plan in plans:
-            await sender.send(plan)
+        await sender.send(FramePlan(0, layout.num_layers, tuple(range(num_blocks))))
         await sender.commit(FIRST)
         seconds = time.perf_counter() - start
         await sender.abort()

@@ -5,37 +5,31 @@ means, and whether it is still wanted, is decided elsewhere.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
-
-from torch import Tensor
 
 from baton.cluster.settings import DecodeSettings
 from baton.engine.transfer import shm, torch_dist
 from baton.engine.transfer.base import (
     MAX_FRAME_BYTES,
-    Buffer,
     Carrier,
     HandoffRefused,
-    ShmSlot,
+    Payload,
+    ShmBlocks,
     TorchMessage,
     TransportFailed,
 )
+from baton.engine.transfer.offload import copying
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
 
-
-class Arrival(NamedTuple):
-    """`release` when the payload has been copied."""
-
-    payload: Buffer | Tensor
-    release: Callable[[], None] = lambda: None
+Write = Callable[[Payload, int | None], None]
+"""Takes a payload and its checksum, in any thread; the payload is only lent."""
 
 
 class Inbox:
     """Made and used on the event loop."""
 
     def __init__(self, settings: DecodeSettings, device: str = "cpu") -> None:
-        self.maps = shm.SlotMaps()
+        self.pools = shm.SharedPools()
         self.groups = torch_dist.TorchInbox(
             _own_host(settings), device, settings.max_torch_groups, settings.transport_timeout_s
         )
@@ -49,24 +43,29 @@ class Inbox:
             torch_backends=torch_dist.backends(self._device),
         )
 
-    async def fetch(self, carrier: Carrier) -> Arrival:
-        """Raises TransportFailed, or HandoffRefused for more bytes than any frame may have."""
-        size = carrier.size if isinstance(carrier, ShmSlot | TorchMessage) else len(carrier)
+    async def deliver(
+        self, carrier: Carrier, num_bytes: int, checksum: int | None, write: Write
+    ) -> None:
+        """Hands the bytes to `write`, many of them in a thread. Raises TransportFailed,
+        HandoffRefused for more bytes than any frame may have, or what `write` raises."""
+        if isinstance(carrier, ShmBlocks):
+            self._check_offered("shm")
+            await copying(num_bytes, write, self.pools.find(carrier), checksum)
+            return
+        size = carrier.size if isinstance(carrier, TorchMessage) else len(carrier)
         if size > MAX_FRAME_BYTES:
             raise HandoffRefused(f"a frame of {size} bytes is over the limit {MAX_FRAME_BYTES}")
-        if isinstance(carrier, ShmSlot):
-            self._check_offered("shm")
-            return Arrival(self.maps.view(carrier))
         if isinstance(carrier, TorchMessage):
             self._check_offered("torch")
-            return Arrival(*await self.groups.fetch(carrier))
-        return Arrival(carrier)
+            await self.groups.take(carrier, write)
+        else:
+            await copying(num_bytes, write, carrier, checksum)
 
     def resources(self) -> TransferResources:
-        return TransferResources(len(self.groups), self.maps.num_bytes, self.groups.num_bytes)
+        return TransferResources(len(self.groups), self.pools.num_bytes, self.groups.num_bytes)
 
     def close(self) -> None:
-        self.maps.close()
+        self.pools.close()
 
     def _check_offered(self, transport: str) -> None:
         if transport not in self._transports:

@@ -1,15 +1,19 @@
 """One incoming hand-off: a `KVReceiver` that writes frames into the reservation's blocks.
 
-Every (layer, block) that decode lacked must arrive exactly once. `receive` never returns, nor
-is it cancelled, while its write is running: when `abort` gives blocks back, nobody writes them.
+Every (layer, block) that decode lacked must arrive exactly once. Frames are expected in order, on
+the event loop, and written by whichever thread has their bytes. A write begins only while its
+frame is expected and the hand-off is open, and `abort` waits for one that runs: when it gives
+blocks back, nobody writes them any more.
 """
 
-import asyncio
-from collections.abc import Callable
+import threading
+
+import numpy as np
 
 from baton.engine.kv_cache import KVCache
-from baton.engine.transfer.base import Commit, HandoffDamaged, HandoffRefused, KVFrame
-from baton.engine.transfer.payload import num_bytes, write_frame
+from baton.engine.transfer.base import Commit, HandoffDamaged, HandoffRefused, Payload
+from baton.engine.transfer.payload import num_bytes, write_payload
+from baton.engine.transfer.plan import FramePlan
 from decode_service.reservations import Reservation, Reservations, State
 
 
@@ -24,76 +28,88 @@ class IncomingHandoff:
     ) -> None:
         self.bytes_received = 0
         self.blocks_received = 0
+        self.num_frames = 0
         self.committed = False
         self._reservations = reservations
         self._reservation = reservation
         self._cache = cache
-        self.num_frames = 0
         self._ended = False
+        self._expected: dict[int, FramePlan] = {}
+        """By sequence: booked, and not yet applied."""
+        self._writing = threading.Lock()
         positions = reservation.seq.handoff_positions(cache.layout.block_size)
-        all_layers = (1 << cache.layout.num_layers) - 1
-        self._missing = dict.fromkeys(positions[reservation.num_held :], all_layers)
-        """Block position → bit set of the layers that have not arrived."""
+        self._asked_for = positions[reservation.num_held :]
+        num_blocks = len(reservation.seq.held_blocks)
+        self._missing = np.zeros((cache.layout.num_layers, num_blocks), dtype=bool)
+        """[layer, block position]: asked for, and not booked."""
+        self._missing[:, self._asked_for] = True
 
-    async def receive(self, frame: KVFrame) -> None:
-        """Raises HandoffDamaged or HandoffRefused."""
+    def num_bytes(self, plan: FramePlan) -> int:
+        return num_bytes(self._cache, plan)
+
+    def expect(self, sequence: int, plan: FramePlan) -> None:
         self._check_state()
-        self._check_frame(frame)
-        await _finish_before_leaving(write_frame, self._cache, frame, self._table())
+        if sequence != self.num_frames:
+            raise HandoffDamaged(f"frame {sequence} came, {self.num_frames} was next")
+        layers, positions = self._place(sequence, plan)
+        arrived = ~self._missing[layers, positions].all(axis=0)
+        if arrived.any():
+            raise HandoffRefused(f"block {positions[arrived][0]} came twice or was not asked for")
+        self._missing[layers, positions] = False
+        self._expected[sequence] = plan
+        self.num_frames += 1
+
+    def expect_again(self, sequence: int) -> None:
+        with self._writing:
+            for number in range(sequence, self.num_frames):
+                layers, positions = self._place(number, self._expected.pop(number))
+                self._missing[layers, positions] = True
+        self.num_frames = sequence
+
+    def write(self, sequence: int, plan: FramePlan, payload: Payload, checksum: int | None) -> None:
+        table = self._reservation.seq.held_blocks
+        with self._writing:
+            if self._ended or self._expected.get(sequence) is not plan:
+                raise HandoffRefused(f"frame {sequence} is not expected any more")
+            write_payload(self._cache, plan, payload, checksum, table)
+
+    def applied(self, sequence: int) -> None:
         self._check_state()
-        self.bytes_received += num_bytes(frame.payload)
+        self.bytes_received += self.num_bytes(self._expected.pop(sequence))
         self._reservation.on_frame()
 
-    async def commit(self, commit: Commit) -> None:
+    def commit(self, commit: Commit) -> None:
         self._check_state()
         if commit.num_frames != self.num_frames:
             raise HandoffDamaged(f"{commit.num_frames} frames sent, {self.num_frames} received")
-        if any(self._missing.values()):
-            absent = [p for p, layers in self._missing.items() if layers]
+        if self._missing.any():
+            absent = np.flatnonzero(self._missing.any(axis=0)).tolist()
             raise HandoffDamaged(f"blocks {absent[:8]} are incomplete at commit")
         choices = [first.choice for first in commit.first_tokens]
         if choices != list(self._reservation.seq.choices):
             raise HandoffDamaged(f"first tokens are for choices {choices}")
-        self.blocks_received = len(self._missing)
+        self.blocks_received = len(self._asked_for)
         self._reservations.commit(self._reservation, commit.first_tokens)
         self._ended = self.committed = True
 
-    async def abort(self) -> None:
+    def abort(self) -> None:
         if not self._ended:
-            self._ended = True
+            with self._writing:  # for as long as it takes to copy one frame
+                self._ended = True
             self._reservations.abort(self._reservation)
-
-    def _table(self) -> list[int]:
-        return self._reservation.seq.held_blocks
 
     def _check_state(self) -> None:
         if self._ended or self._reservation.state is not State.RECEIVING:
             raise HandoffRefused("the reservation has ended")
 
-    def _check_frame(self, frame: KVFrame) -> None:
-        """Books the frame as arrived."""
-        if frame.sequence != self.num_frames:
-            raise HandoffDamaged(f"frame {frame.sequence} came, {self.num_frames} was next")
-        end = frame.layer_start + frame.layer_count
-        if frame.layer_count < 1 or end > self._cache.layout.num_layers:
-            raise HandoffRefused(f"layers [{frame.layer_start}, {end}) do not exist here")
-        layers = ((1 << frame.layer_count) - 1) << frame.layer_start
-        for position in frame.positions:
-            if self._missing.get(position, 0) & layers != layers:
-                raise HandoffRefused(f"block {position} came twice or was not asked for")
-            self._missing[position] &= ~layers
-        self.num_frames += 1
-
-
-async def _finish_before_leaving(function: Callable[..., None], *args: object) -> None:
-    """Runs in a thread; a cancellation is obeyed only after the thread is done."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            try:
-                await asyncio.wait({work})
-            except asyncio.CancelledError:
-                continue
-        raise
+    def _place(self, sequence: int, plan: FramePlan) -> tuple[slice, np.ndarray]:
+        """Where in `_missing` a frame belongs."""
+        end = plan.layer_start + plan.layer_count
+        if plan.layer_count < 1 or end > self._cache.layout.num_layers:
+            raise HandoffRefused(f"layers [{plan.layer_start}, {end}) do not exist here")
+        positions = np.array(plan.positions, dtype=np.int64)
+        if not len(positions) or (np.diff(positions) < 1).any():
+            raise HandoffRefused(f"frame {sequence} does not name its blocks in ascending order")
+        if positions[-1] >= self._missing.shape[1]:
+            raise HandoffRefused(f"block {positions[-1]} was not asked for")
+        return slice(plan.layer_start, end), positions

@@ -1,46 +1,41 @@
 """The receiving half of one KVTransfer.Push: reads ahead, applies in order, acknowledges.
 
-While one frame is copied into blocks the next ones arrive, at most `_READ_AHEAD`. When a
-payload is not where its header says, the sender is told, and everything from that frame on is
-dropped until it comes again.
+A frame is written by the thread that has its bytes, while the next ones arrive, at most
+`_READ_AHEAD`. When a payload is not where its header says, the sender is told, and everything
+from that frame on, a commit too, is dropped until it comes again.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from baton.engine.transfer.base import (
     Carrier,
     Commit,
     HandoffDamaged,
     HandoffError,
-    KVFrame,
-    ShmSlot,
+    ShmBlocks,
     TorchMessage,
     TransportFailed,
 )
+from baton.engine.transfer.plan import FramePlan
 from baton.v1 import kv_pb2
 from baton.worker.kv_wire import WireFrame
 from baton.worker.translate import first_token_from_pb
-from decode_service.inbox import Arrival, Inbox
+from decode_service.inbox import Inbox
 from decode_service.incoming import IncomingHandoff
 
-_READ_AHEAD = 3
+_READ_AHEAD = 2
 
 
-@dataclass
-class _Incoming:
-    data: kv_pb2.KVData
-    arrival: "asyncio.Task[Arrival]"
+class _Incoming(NamedTuple):
+    """A frame that is being written."""
 
-    def forget(self) -> None:
-        """Gives its buffer back whenever it arrives."""
-        self.arrival.add_done_callback(_release)
-
-
-def _release(arrival: "asyncio.Task[Arrival]") -> None:
-    if not arrival.cancelled() and arrival.exception() is None:
-        arrival.result().release()
+    sequence: int
+    writing: "asyncio.Task[None]"
+    attempt: int
+    """How often frames had to come again before it."""
 
 
 class FrameReader:
@@ -75,85 +70,85 @@ class Receiving:
         self._queue: asyncio.Queue[_Incoming | kv_pb2.KVCommit | HandoffError] = asyncio.Queue(
             _READ_AHEAD
         )
+        self._attempt = 0
         self._dropping = False
 
     async def run(self) -> None:
         """Until the commit is applied. Raises HandoffError."""
         reading = asyncio.create_task(self._read())
         try:
-            while not isinstance(item := await self._queue.get(), kv_pb2.KVCommit):
+            while not self._handoff.committed:
+                item = await self._queue.get()
                 if isinstance(item, HandoffError):
                     raise item
-                await self._take(item)
-            await self._handoff.commit(_commit_from_pb(item))
+                if isinstance(item, _Incoming):
+                    await self._finish(item)
+                else:
+                    self._handoff.commit(_commit_from_pb(item))
         finally:
             reading.cancel()
-            # Not awaited: a second cancellation could get in between.
-            reading.add_done_callback(lambda _: self._forget_rest())
 
     async def _read(self) -> None:
         try:
-            while (frame := await self._reader.next()).message.WhichOneof("frame") == "data":
-                fetch = self._inbox.fetch(_carrier(frame))
-                incoming = _Incoming(frame.message.data, asyncio.ensure_future(fetch))
-                try:
-                    await self._queue.put(incoming)
-                except asyncio.CancelledError:
-                    incoming.forget()
-                    raise
-            if frame.message.WhichOneof("frame") != "commit":
-                raise HandoffDamaged("a second opening frame came before the commit")
-            await self._queue.put(frame.message.commit)
+            while True:
+                frame = await self._reader.next()
+                kind = frame.message.WhichOneof("frame")
+                if kind == "data":
+                    await self._begin(frame)
+                elif kind != "commit":
+                    raise HandoffDamaged("a second opening frame came before the commit")
+                elif not self._dropping:
+                    await self._queue.put(frame.message.commit)
         except HandoffError as error:
             await self._queue.put(error)
 
-    async def _take(self, incoming: _Incoming) -> None:
-        sequence, expected = incoming.data.sequence, self._handoff.num_frames
-        if self._dropping and sequence > expected:
-            incoming.forget()
+    async def _begin(self, frame: WireFrame) -> None:
+        data = frame.message.data
+        sequence, checksum = data.sequence, data.checksum if data.HasField("checksum") else None
+        if self._dropping and sequence > self._handoff.num_frames:
             return
         self._dropping = False
-        try:
-            arrival = await asyncio.shield(incoming.arrival)
-        except TransportFailed as error:
-            self._dropping = True
-            await self._acknowledge(kv_pb2.KVAck(frames=expected, unreadable=str(error)))
-            return
-        except asyncio.CancelledError:
-            incoming.forget()
-            raise
-        try:
-            await self._handoff.receive(_frame_from_pb(incoming.data, arrival))
-        finally:
-            arrival.release()
-        await self._acknowledge(kv_pb2.KVAck(frames=self._handoff.num_frames))
+        plan = FramePlan(data.layer_start, data.layer_count, tuple(data.blocks))
+        self._handoff.expect(sequence, plan)
+        write, size = partial(self._handoff.write, sequence, plan), self._handoff.num_bytes(plan)
+        delivery = self._inbox.deliver(_carrier(frame), size, checksum, write)
+        writing = asyncio.create_task(delivery)
+        writing.add_done_callback(_seen)
+        await self._queue.put(_Incoming(sequence, writing, self._attempt))
 
-    def _forget_rest(self) -> None:
-        while not self._queue.empty():
-            item = self._queue.get_nowait()
-            if isinstance(item, _Incoming):
-                item.forget()
+    async def _finish(self, incoming: _Incoming) -> None:
+        if incoming.attempt != self._attempt:
+            return
+        try:
+            # Shielded: a write that runs is not cancelled, it ends and `abort` waits for it.
+            await asyncio.shield(incoming.writing)
+        except TransportFailed as error:
+            self._attempt += 1
+            self._dropping = True
+            self._handoff.expect_again(incoming.sequence)
+            await self._acknowledge(
+                kv_pb2.KVAck(frames=incoming.sequence, unreadable=str(error) or "unreadable")
+            )
+            return
+        self._handoff.applied(incoming.sequence)
+        await self._acknowledge(kv_pb2.KVAck(frames=incoming.sequence + 1))
+
+
+def _seen(writing: "asyncio.Task[None]") -> None:
+    """Its error has been told if anybody still waits for it."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 def _carrier(frame: WireFrame) -> Carrier:
     data = frame.message.data
     if data.HasField("shm"):
-        slot = data.shm
-        return ShmSlot(slot.pid, slot.fd, slot.token, slot.offset, slot.size)
+        shm = data.shm
+        return ShmBlocks(shm.pid, shm.fd, shm.token, shm.num_blocks, tuple(shm.blocks))
     if data.HasField("torch"):
-        return TorchMessage(data.torch.group, data.torch.tag, data.torch.size)
+        torch = data.torch
+        return TorchMessage(torch.group, torch.tag, torch.size, torch.has_checksum)
     return data.payload if frame.payload is None else frame.payload
-
-
-def _frame_from_pb(data: kv_pb2.KVData, arrival: Arrival) -> KVFrame:
-    return KVFrame(
-        data.sequence,
-        data.layer_start,
-        data.layer_count,
-        tuple(data.blocks),
-        arrival.payload,
-        data.checksum if data.HasField("checksum") else None,
-    )
 
 
 def _commit_from_pb(commit: kv_pb2.KVCommit) -> Commit:

@@ -230,7 +230,7 @@ class DecodeWorker:
             task.uncancel()
             raise HandoffRefused("the request has ended or a newer attempt has begun") from None
         finally:
-            await handoff.abort()
+            handoff.abort()
             transfers = self._activity.transfers
             transfers.handoffs += handoff.committed
             transfers.handoffs_failed += not handoff.committed

@@ -25,7 +25,7 @@ async def serve_prefill(
     """Runs one prefill worker in this event loop until `signals` say stop."""
     engine, activity = AsyncEngine(parts.engine), Activity()
     channels = ChannelPool(settings.peer_timeout_s)
-    pairs = Pairs(settings, parts.cache, channels)
+    pairs = Pairs(settings, parts.cache, channels, parts.memory)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
     servicer = PrefillServicer(worker, pairs, parts.vocab_size)

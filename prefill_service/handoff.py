@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import Sequence, StepOutput
 from baton.engine.transfer.base import FirstToken, KVSender
-from baton.engine.transfer.plan import plan_frames
+from baton.engine.transfer.plan import FramePlan
 
 
 class Handoff:
@@ -36,6 +36,7 @@ class Handoff:
 
     def advance(self, num_computed_tokens: int) -> None:
         """KV of so many tokens is complete."""
+        self.sender.open()
         self._progress.put_nowait(num_computed_tokens)
 
     async def complete(self, firsts: tuple[StepOutput, ...]) -> None:
@@ -72,13 +73,9 @@ class Handoff:
         due = [p for p in wanted if self._next_block <= p < end_block]
         positions = [p for p in due if p not in self._held]
         self._next_block = max(self._next_block, end_block)
-        num_layers = self._layout.num_layers
-        layer_block_bytes = self._layout.bytes_per_block // num_layers
-        frame_bytes = self.sender.frame_bytes
         if positions:
             with self._timed():
-                for plan in plan_frames(positions, num_layers, layer_block_bytes, frame_bytes):
-                    await self.sender.send(plan)
+                await self.sender.send(FramePlan(0, self._layout.num_layers, tuple(positions)))
         self.blocks_sent += len(positions)
 
     @contextmanager

@@ -17,10 +17,10 @@ from baton.engine.kv_cache import KVCache
 from baton.engine.sequence import Sequence
 from baton.engine.transfer import shm, torch_dist
 from baton.engine.transfer.base import KVSender, PayloadLink, TransportFailed
-from baton.engine.transfer.inline import InlineLink
 from baton.engine.transfer.payload import SequenceReader
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
+from prefill_service.inline import InlineLink
 from prefill_service.push import PushSender
 from prefill_service.torch_pair import TorchPair
 
@@ -33,13 +33,20 @@ _INLINE_FRAMES = 8
 class Pairs:
     """All pairs of one prefill worker. Made and used on the event loop."""
 
-    def __init__(self, settings: PrefillSettings, cache: KVCache, channels: ChannelPool) -> None:
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        cache: KVCache,
+        channels: ChannelPool,
+        memory: shm.SharedMemory | None = None,
+    ) -> None:
+        """`memory`: where the cache lies, if others may map it."""
         self.settings = settings
         self.channels = channels
         self.device = cache.data.device.type
         self.inline = InlineLink(asyncio.Semaphore(_INLINE_FRAMES), settings.handoff_timeout_s)
         self._cache = cache
-        self._slots: shm.SlotPool | None = None
+        self.memory = memory
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
 
     def sender(self, destination: common_pb2.Reservation, seq: Sequence) -> KVSender:
@@ -52,11 +59,6 @@ class Pairs:
             self.settings.handoff_timeout_s,
         )
 
-    def shm_link(self) -> shm.ShmLink:
-        if self._slots is None:
-            self._slots = shm.SlotPool()
-        return shm.ShmLink(self._slots, self.settings.transport_timeout_s)
-
     def links(self) -> tuple[WorkerLink, ...]:
         return tuple(pair.link() for pair in self._pairs.values() if pair.transport)
 
@@ -64,15 +66,15 @@ class Pairs:
         groups = [g for pair in self._pairs.values() if (g := pair.torch.group) is not None]
         return TransferResources(
             torch_groups=len(groups),
-            shm_bytes=self._slots.size if self._slots else 0,
+            shm_bytes=self.memory.bytes.nbytes if self.memory else 0,
             staging_bytes=sum(group.num_bytes for group in groups),
         )
 
     async def close(self) -> None:
         for pair in self._pairs.values():
             pair.torch.close()
-        if self._slots is not None:
-            self._slots.close()
+        if self.memory is not None:
+            self.memory.close()
 
     def _pair(self, destination: common_pb2.Reservation) -> "Pair":
         pair = self._pairs.get(destination.address)
@@ -96,7 +98,8 @@ class Pair:
         settings = pairs.settings
         self._pairs = pairs
         self._resting: dict[str, float] = {}
-        self._order = _order(settings.transport, destination.offer, pairs.device)
+        self._shm = shm.ShmLink(pairs.memory) if pairs.memory else None
+        self._order = _order(settings.transport, destination.offer, pairs.device, self._shm)
         self._retry_s = settings.transport_retry_s
         channel = pairs.channels.get(self.address)
         backends = list(destination.offer.torch_backends)
@@ -141,12 +144,17 @@ class Pair:
     async def _open(self, transport: str) -> PayloadLink:
         if transport == "torch":
             return await self.torch.link()
-        return self._pairs.shm_link() if transport == "shm" else self._pairs.inline
+        return self._shm if transport == "shm" and self._shm else self._pairs.inline
 
 
-def _order(choice: str, offer: common_pb2.TransferOffer, device: str) -> list[str]:
+def _order(
+    choice: str,
+    offer: common_pb2.TransferOffer,
+    device: str,
+    shm_link: shm.ShmLink | None,
+) -> list[str]:
     able = {
-        "shm": shm.supported() and device == "cpu" and offer.host_id == shm.host_id(),
+        "shm": shm_link is not None and offer.host_id == shm.host_id(),
         "torch": bool(set(torch_dist.backends(device)) & set(offer.torch_backends)),
         "grpc": True,
     }

@@ -2,12 +2,12 @@
 
 At most `link.depth` frames are unacknowledged, so a slow decode slows prefill. When decode
 cannot read a payload where it should be, that frame and all later ones go again by the pair's
-next transport. The commit leaves after every frame is acknowledged: a slot or buffer is never
-written again while a hand-off that still reads it can be committed.
+next transport. Where decode reads blocks that prefill may give away, the commit leaves after
+every frame is acknowledged: nobody commits what was read too late.
 """
 
 import asyncio
-import contextlib
+from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -26,7 +26,7 @@ from baton.engine.transfer.base import (
     Shipment,
     TransportFailed,
 )
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, FramePlan
+from baton.engine.transfer.plan import FramePlan, split
 from baton.v1 import common_pb2, kv_pb2
 from baton.worker import kv_wire
 from baton.worker.translate import first_token_to_pb, layout_to_pb
@@ -49,24 +49,16 @@ class Links(Protocol):
         """A hand-off has ended with payloads that nobody may ever read."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Frame:
-    sequence: int
-    plan: FramePlan
-    num_bytes: int
-    shipment: Shipment | None = None
-    delivery: "asyncio.Task[None] | None" = None
+    """Written and not yet acknowledged."""
 
-    def release(self) -> None:
-        if self.shipment is not None:
-            self.shipment.release()
-            self.shipment = None
+    plan: FramePlan
+    shipment: Shipment
 
 
 class PushSender:
-    """Opens the call with the first frame; `abort` cancels it."""
-
-    frame_bytes = DEFAULT_FRAME_BYTES
+    """`abort` cancels the call."""
 
     def __init__(
         self,
@@ -78,6 +70,7 @@ class PushSender:
         timeout_s: float,
     ) -> None:
         self.num_frames = 0
+        """Of those written so far; fewer again when some must go another way."""
         self.bytes_sent = 0
         self.transport = ""
         self._push = channel.stream_stream(
@@ -89,106 +82,117 @@ class PushSender:
         self._links = links
         self._timeout_s = timeout_s
         self._call: grpc.aio.StreamStreamCall | None = None
+        self._opened = False
         self._link: PayloadLink | None = None
+        self._plans: deque[FramePlan] = deque()
+        """To be written."""
         self._frames: dict[int, _Frame] = {}
-        self._next = 0
-        """Frame to write next; smaller than `num_frames` after a transport has failed."""
         self._writing: asyncio.Task[None] | None = None
         self._committed = False
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
+    def open(self) -> None:
+        if self._call is None:
+            self._call = self._push()
+            self._listening = asyncio.create_task(self._listen(self._call))
+
     async def send(self, plan: FramePlan) -> None:
-        num_bytes = self._reader.num_bytes(plan)
-        self._frames[self.num_frames] = _Frame(self.num_frames, plan, num_bytes)
-        self.num_frames += 1
-        self.bytes_sent += num_bytes
+        self._plans.append(plan)
+        self.bytes_sent += self._reader.num_bytes(plan)
         await self._ship()
 
     async def commit(self, first_tokens: tuple[FirstToken, ...]) -> None:
-        call = await self._open()
-        await self._ship(everything=True)
-        message = kv_pb2.KVCommit(
-            num_frames=self.num_frames,
-            first_tokens=[first_token_to_pb(first) for first in first_tokens],
-        )
-        await self._written(call)
-        await self._in_time(call.write(kv_pb2.KVFrame(commit=message)), call)
-        await self._in_time(call.done_writing(), call)
+        call = await self._opening()
+        tokens = [first_token_to_pb(first) for first in first_tokens]
         while not self._committed:
-            await self._wait_heard(call)
+            await self._ship()
+            link = await self._best_link()
+            if not link.owns_payloads:
+                await self._ship(everything=True)
+            message = kv_pb2.KVCommit(num_frames=self.num_frames, first_tokens=tokens)
+            await self._written(call)
+            await self._in_time(call.write(kv_pb2.KVFrame(commit=message)), call)
+            while not self._committed and not self._plans:
+                await self._wait_heard(call)
 
     async def abort(self) -> None:
         if self._listening is not None:
             self._listening.cancel()
         if self._call is not None:
             self._call.cancel()
-        undelivered = any(f.delivery and not f.delivery.done() for f in self._frames.values())
-        if self._link is not None and undelivered:
+        works = [frame.shipment.sending for frame in self._frames.values()]
+        if self._link is not None and any(work and not work.done() for work in works):
             self._links.abandoned(self._link)
         for frame in self._frames.values():
-            frame.release()
+            frame.shipment.release()
         self._frames.clear()
 
     async def _ship(self, everything: bool = False) -> None:
         """Writes what is due; then waits for room, or until everything is acknowledged."""
-        call = await self._open()
+        call = await self._opening()
         while True:
             link = await self._best_link()
-            unacknowledged = sum(number < self._next for number in self._frames)
-            if self._next < self.num_frames and unacknowledged < link.depth:
-                await self._ship_one(self._frames[self._next], link, call)
-            elif self._frames and (everything or self._next < self.num_frames):
+            if self._plans and len(self._frames) < link.depth:
+                await self._ship_one(link, call)
+            elif self._plans or (everything and self._frames):
                 await self._wait_heard(call)
             else:
                 return
 
-    async def _ship_one(
-        self, frame: _Frame, link: PayloadLink, call: grpc.aio.StreamStreamCall
-    ) -> None:
+    async def _ship_one(self, link: PayloadLink, call: grpc.aio.StreamStreamCall) -> None:
+        plan = self._cut(self._plans[0], link.frame_bytes)
+        sequence = self.num_frames
         try:
-            frame.shipment = shipment = await link.load(self._reader, frame.plan)
+            shipment = await link.load(self._reader, plan, sequence)
         except TransportFailed as failure:
-            self._fail_link(str(failure))
+            self._fail_link(link, str(failure))
             return
-        if self._next != frame.sequence or link is not self._link:
-            frame.release()  # the link failed meanwhile: another frame is next
+        try:  # the frame before; this one is written while the next is loaded
+            await self._written(call)
+        except BaseException:
+            shipment.release()
+            raise
+        if link is not self._link:  # it failed meanwhile: another frame is next
+            shipment.release()
             return
-        wire = await self._message(frame, shipment)
-        await self._written(call)  # the frame before; this one is written while the next is loaded
-        if self._next != frame.sequence or link is not self._link:
-            frame.release()
-            return
-        self._next += 1
+        self._plans.popleft()
+        self.num_frames += 1
         self.transport = link.name
+        wire = kv_wire.message_of(sequence, plan, shipment.carrier, shipment.checksum)
         self._writing = asyncio.create_task(call.write(wire))
-        frame.delivery = asyncio.create_task(_deliver(self._writing, shipment))
+        self._writing.add_done_callback(_seen)
+        self._frames[sequence] = _Frame(plan, shipment)
+
+    def _cut(self, plan: FramePlan, max_bytes: int) -> FramePlan:
+        """The first frame of a plan; the rest of it comes next."""
+        if self._reader.num_bytes(plan) > max_bytes:
+            unit = self._layout.bytes_per_block // self._layout.num_layers
+            self._plans.popleft()
+            self._plans.extendleft(reversed(list(split(plan, unit, max_bytes))))
+        return self._plans[0]
 
     async def _written(self, call: grpc.aio.StreamStreamCall) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await self._in_time(asyncio.shield(writing), call)
 
-    async def _message(self, frame: _Frame, shipment: Shipment) -> kv_pb2.KVFrame | bytes:
-        arguments = (frame.sequence, frame.plan, shipment.carrier, shipment.checksum)
-        if isinstance(shipment.carrier, memoryview):
-            return await asyncio.to_thread(kv_wire.data_frame, *arguments)
-        return kv_wire.data_frame(*arguments)
-
     async def _best_link(self) -> PayloadLink:
         if self._link is None:
             self._link = await self._links.best()
         return self._link
 
-    def _fail_link(self, reason: str) -> None:
-        if self._link is not None:
-            self._links.failed(self._link, reason)
+    def _fail_link(self, link: PayloadLink, reason: str) -> None:
+        if link is self._link:
+            self._links.failed(link, reason)
             self._link = None
 
-    async def _open(self) -> grpc.aio.StreamStreamCall:
-        if self._call is None:
-            call = self._call = self._push()
-            self._listening = asyncio.create_task(self._listen(call))
+    async def _opening(self) -> grpc.aio.StreamStreamCall:
+        self.open()
+        call = self._call
+        assert call is not None
+        if not self._opened:
+            self._opened = True
             opening = kv_pb2.KVOpen(
                 reservation_id=self._destination.id,
                 generation=self._destination.generation,
@@ -196,7 +200,7 @@ class PushSender:
                 layout=layout_to_pb(self._layout),
             )
             await self._in_time(call.write(kv_pb2.KVFrame(open=opening)), call)
-        return self._call
+        return call
 
     async def _listen(self, call: grpc.aio.StreamStreamCall) -> None:
         try:
@@ -209,12 +213,14 @@ class PushSender:
 
     def _hear(self, ack: kv_pb2.KVAck) -> None:
         for number in [number for number in self._frames if number < ack.frames]:
-            self._frames.pop(number).release()
-        if ack.unreadable:
-            self._fail_link(ack.unreadable)
-            self._next = ack.frames
+            self._frames.pop(number).shipment.release()
+        if ack.unreadable and self._link is not None:
+            self._fail_link(self._link, ack.unreadable)
+            self.num_frames = ack.frames
+            self._plans.extendleft(frame.plan for frame in reversed(self._frames.values()))
             for frame in self._frames.values():
-                frame.release()
+                frame.shipment.release()
+            self._frames.clear()
         self._committed = ack.committed
         self._heard.set()
 
@@ -241,8 +247,7 @@ class PushSender:
         raise _ERRORS.get(code, HandoffLost)(f"{self._destination.address}: {details or code.name}")
 
 
-async def _deliver(writing: "asyncio.Task[None]", shipment: Shipment) -> None:
-    """Once the header is written. A failure is told to the sender by the call or by decode."""
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TransportFailed):
-        await asyncio.shield(writing)
-        await shipment.deliver()
+def _seen(writing: "asyncio.Task[None]") -> None:
+    """A write that fails when nobody waits for it any more is told by the call's status."""
+    if not writing.cancelled():
+        writing.exception()

@@ -45,9 +45,9 @@ class KVData(_message.Message):
     blocks: _containers.RepeatedScalarFieldContainer[int]
     checksum: int
     payload: bytes
-    shm: ShmSlot
+    shm: ShmBlocks
     torch: TorchMessage
-    def __init__(self, sequence: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ..., shm: _Optional[_Union[ShmSlot, _Mapping]] = ..., torch: _Optional[_Union[TorchMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ..., shm: _Optional[_Union[ShmBlocks, _Mapping]] = ..., torch: _Optional[_Union[TorchMessage, _Mapping]] = ...) -> None: ...
 
 class KVCommit(_message.Message):
     __slots__ = ("num_frames", "first_tokens")
@@ -57,29 +57,31 @@ class KVCommit(_message.Message):
     first_tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
     def __init__(self, num_frames: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
 
-class ShmSlot(_message.Message):
-    __slots__ = ("pid", "fd", "token", "offset", "size")
+class ShmBlocks(_message.Message):
+    __slots__ = ("pid", "fd", "token", "num_blocks", "blocks")
     PID_FIELD_NUMBER: _ClassVar[int]
     FD_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     fd: int
     token: bytes
-    offset: int
-    size: int
-    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., token: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    num_blocks: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TorchMessage(_message.Message):
-    __slots__ = ("group", "tag", "size")
+    __slots__ = ("group", "tag", "size", "has_checksum")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     group: str
     tag: int
     size: int
-    def __init__(self, group: _Optional[str] = ..., tag: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    has_checksum: bool
+    def __init__(self, group: _Optional[str] = ..., tag: _Optional[int] = ..., size: _Optional[int] = ..., has_checksum: _Optional[bool] = ...) -> None: ...
 
 class KVAck(_message.Message):
     __slots__ = ("frames", "unreadable", "committed", "blocks", "bytes")

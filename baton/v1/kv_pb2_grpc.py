@@ -51,7 +51,8 @@ class KVTransferServicer:
 
     def Push(self, request_iterator, context):
         """One hand-off: KVOpen, any number of KVData, KVCommit. Every frame applied is acknowledged; the
-        acknowledgement with `committed` is the last one.
+        acknowledgement with `committed` is the last one. The call may be opened ahead of its first frame.
+        A frame that cannot be read comes again with all that followed it, the commit included.
         Ending the stream without KVCommit aborts the hand-off. DATA_LOSS: a checksum or a frame count is wrong.
         FAILED_PRECONDITION: layouts differ, or the reservation is unknown, late or of another generation.
         """

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from baton.cluster.errors import SettingsError
-from baton.cluster.settings import WorkerSettings
+from baton.cluster.settings import PrefillSettings, WorkerSettings
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
@@ -24,6 +24,8 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
+from baton.engine.transfer import shm
+from baton.engine.transfer.shm import SharedMemory
 from baton.store import StoredModel, StoreError, resolve
 from baton.worker.profile import Profile, profile
 
@@ -40,6 +42,8 @@ class Parts(Generic[S]):
     vocab_size: int
     model: StoredModel
     profile: Profile = ()
+    memory: SharedMemory | None = None
+    """Where the cache lies, if decode workers of this host may map it."""
 
 
 def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
@@ -55,7 +59,8 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
     except (StoreError, ValueError) as error:
         raise SettingsError(str(error)) from error
     config = _engine_config(settings, model_config, num_blocks, layout)
-    cache = KVCache(layout, num_blocks)
+    memory = shared_memory(settings, layout.bytes_per_block * num_blocks)
+    cache = KVCache(layout, num_blocks, memory=memory.bytes if memory else None)
     blocks = BlockManager(
         num_blocks,
         settings.block_size,
@@ -66,7 +71,13 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
     runner = ModelRunner(model, cache)
     engine = Engine(scheduler_type(config, blocks), blocks, runner, Sampler(config.eos_token_ids))
     speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
-    return Parts(engine, cache, config, model_config.vocab_size, stored, speed)
+    return Parts(engine, cache, config, model_config.vocab_size, stored, speed, memory)
+
+
+def shared_memory(settings: WorkerSettings, num_bytes: int) -> SharedMemory | None:
+    """For the cache of a prefill worker whose settings let KV go by shared memory."""
+    wanted = isinstance(settings, PrefillSettings) and settings.transport in ("auto", "shm")
+    return SharedMemory(num_bytes) if wanted and shm.supported() else None
 
 
 def _take_cores(settings: WorkerSettings) -> None:

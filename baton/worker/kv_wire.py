@@ -1,12 +1,14 @@
 """KVFrame messages with large payloads, written and read without protobuf copying the bytes.
 
 What goes over the wire is ordinary protobuf: any client may speak to it. The writer puts the
-payload last and joins it to the rest in one copy; the reader leaves it where gRPC put it.
+payload last and has it written into the message itself; the reader leaves it where gRPC put it.
 """
 
+import ctypes
+from collections.abc import Callable
 from typing import NamedTuple
 
-from baton.engine.transfer.base import Buffer, Carrier, ShmSlot, TorchMessage
+from baton.engine.transfer.base import ShmBlocks, TorchMessage
 from baton.engine.transfer.plan import FramePlan
 from baton.v1 import kv_pb2
 
@@ -22,23 +24,72 @@ class WireFrame(NamedTuple):
     payload: memoryview | None = None
 
 
-def data_frame(
-    sequence: int, plan: FramePlan, carrier: Carrier, checksum: int | None
+def message_of(
+    sequence: int,
+    plan: FramePlan,
+    carrier: ShmBlocks | TorchMessage | bytes,
+    checksum: int | None,
 ) -> kv_pb2.KVFrame | bytes:
-    data = kv_pb2.KVData(
+    """The message of a frame; a carrier of bytes is one already."""
+    if isinstance(carrier, bytes):
+        return carrier
+    data = _data(sequence, plan, checksum)
+    if isinstance(carrier, ShmBlocks):
+        data.shm.MergeFrom(kv_pb2.ShmBlocks(**vars(carrier)))
+    else:
+        data.torch.MergeFrom(kv_pb2.TorchMessage(**vars(carrier)))
+    return kv_pb2.KVFrame(data=data)
+
+
+def payload_frame(
+    sequence: int,
+    plan: FramePlan,
+    size: int,
+    with_checksum: bool,
+    fill: Callable[[memoryview], int | None],
+) -> bytes:
+    """The message of a frame with its payload of `size` bytes, which `fill` writes in place and
+    returns the checksum of."""
+    head_size = len(_head(sequence, plan, size, 0 if with_checksum else None))
+    message = _new_bytes(head_size + size)
+    room = _writable(message)
+    checksum = fill(room[head_size:])
+    room[:head_size] = _head(sequence, plan, size, checksum)
+    return message
+
+
+def _head(sequence: int, plan: FramePlan, size: int, checksum: int | None) -> bytes:
+    """What goes before the payload. A checksum of any value takes as much room."""
+    inner = _data(sequence, plan, checksum).SerializeToString() + _header(_DATA_PAYLOAD, size)
+    return _header(_FRAME_DATA, len(inner) + size) + inner
+
+
+def _data(sequence: int, plan: FramePlan, checksum: int | None) -> kv_pb2.KVData:
+    return kv_pb2.KVData(
         sequence=sequence,
         layer_start=plan.layer_start,
         layer_count=plan.layer_count,
         blocks=plan.positions,
         checksum=checksum,
     )
-    if isinstance(carrier, ShmSlot):
-        data.shm.MergeFrom(kv_pb2.ShmSlot(**vars(carrier)))
-    elif isinstance(carrier, TorchMessage):
-        data.torch.MergeFrom(kv_pb2.TorchMessage(**vars(carrier)))
-    else:
-        return _with_payload(data, carrier)
-    return kv_pb2.KVFrame(data=data)
+
+
+_new = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
+_address = ctypes.pythonapi.PyBytes_AsString
+_address.restype, _address.argtypes = ctypes.c_void_p, (ctypes.py_object,)
+
+
+def _new_bytes(size: int) -> bytes:
+    """Not yet written: the C API lets its maker fill a bytes object that nobody else has seen.
+    https://docs.python.org/3/c-api/bytes.html#c.PyBytes_FromStringAndSize"""
+    return _new(None, size)
+
+
+def _writable(message: bytes) -> memoryview:
+    """Over the bytes object's own memory; only while the object is kept."""
+    room = (ctypes.c_uint8 * len(message)).from_address(_address(message))
+    return memoryview(room).cast("B")
 
 
 def serialize(frame: kv_pb2.KVFrame | bytes) -> bytes:
@@ -59,12 +110,6 @@ def parse(wire: bytes) -> WireFrame:
     if message.data.WhichOneof("carrier") is not None:  # two carriers: protobuf knows which counts
         return WireFrame(kv_pb2.KVFrame.FromString(wire))
     return WireFrame(message, memoryview(wire)[start:end])
-
-
-def _with_payload(data: kv_pb2.KVData, payload: Buffer) -> bytes:
-    size = memoryview(payload).nbytes
-    inner = data.SerializeToString() + _header(_DATA_PAYLOAD, size)
-    return b"".join((_header(_FRAME_DATA, len(inner) + size), inner, payload))
 
 
 def _find_payload(wire: memoryview) -> tuple[int, int, int] | None:

@@ -20,7 +20,8 @@ async def main(rank, port, backend):
         buffer = await group.take()
         buffer.fill_(size % 251 if rank == 0 else 0)
         room = buffer[:size] if rank == 0 or backend == "nccl" else buffer
-        await group.start("send" if rank == 0 else "recv", room, group.next_tag())
+        verb, tag = group.send if rank == 0 else group.receive, group.next_tag()
+        await group.start(lambda: verb(room, tag))
         assert bool((buffer[:size] == size % 251).all())
         group.give(buffer)
     group.close()

@@ -14,6 +14,7 @@ import pytest
 
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import TorchMessage, TransportFailed
+from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES
 from tests.support.client import PairClient, sampling_pb
 from tests.support.handoffs import until
 from tests.support.tiny import RunningWorker, run_decode, run_prefill
@@ -44,13 +45,13 @@ def llm(tiny_llama: Path) -> LLM:
 def break_after(monkeypatch: pytest.MonkeyPatch, pair: Pair, transport: str, count: int) -> None:
     """Decode cannot read payloads any more after `count` of them."""
     inbox = pair.decode.transfer
-    target, name = (inbox.maps, "view") if transport == "shm" else (inbox.groups, "fetch")
+    target, name = (inbox.pools, "find") if transport == "shm" else (inbox.groups, "take")
     read, reads = getattr(target, name), iter(range(count))
 
-    def fail_or_read(carrier: Any) -> Any:
+    def fail_or_read(carrier: Any, *write: Any) -> Any:
         if next(reads, None) is None:
             raise TransportFailed("broken on purpose")
-        return read(carrier)
+        return read(carrier, *write)
 
     monkeypatch.setattr(target, name, fail_or_read)
 
@@ -107,7 +108,7 @@ async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) 
                 used.append(transport_of(served))
         assert used == ["torch:gloo", "grpc"]
         resources = decode.status.activity.transfers.resources()
-        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * (8 << 20)
+        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * DEFAULT_FRAME_BYTES
         await first.transfer.close()
         await until(lambda: len(decode.transfer.groups) == 0)
 
@@ -164,4 +165,5 @@ async def test_a_stopped_sender_costs_one_deadline_and_its_group(joined: Any) ->
 
 
 async def _fetch(decode: RunningWorker, group: str) -> Any:
-    return await decode.transfer.fetch(TorchMessage(group, 1, 1024))
+    message = TorchMessage(group, 1, 1024, has_checksum=False)
+    return await decode.transfer.deliver(message, 1024, None, print)

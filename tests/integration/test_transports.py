@@ -11,9 +11,9 @@ import pytest
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import HandoffError
 from baton.engine.transfer.plan import FramePlan
-from decode_service.incoming import IncomingHandoff
+from decode_service.inbox import Inbox
 from tests.support.client import sampling_pb
-from tests.support.handoffs import FIRST, LAYERS, by_hand, until, whole_block
+from tests.support.handoffs import FIRST, LAYERS, by_hand, lying, until, whole_block
 from tests.support.transport_pair import NAMES, Pair, offline, random_prompt, run_pair, transport_of
 
 
@@ -93,8 +93,7 @@ async def test_a_faulty_hand_off_is_refused_and_a_new_attempt_gives_the_text(
     prompt = random_prompt(20)
     call, reservation = await pair.client.reserve(prompt, sampling_pb(ignore_eos=True))
     sender = by_hand(pair.prefill, reservation, 5, flip_at=2 if fault == "a byte flips" else -1)
-    sender.lie = FAULTS[fault]
-    with pytest.raises(HandoffError):
+    with pytest.raises(HandoffError), lying(FAULTS[fault]):
         for position in range(3 if fault == "the commit comes early" else 5):
             await sender.send(whole_block(position))
         await sender.commit(FIRST)
@@ -210,13 +209,13 @@ async def test_clients_that_leave_at_random_moments_leak_nothing(pair: Pair, llm
 async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
     pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, receive = asyncio.Event(), IncomingHandoff.receive
+    gate, deliver = asyncio.Event(), Inbox.deliver
 
-    async def slow(self: IncomingHandoff, frame: Any) -> None:
+    async def slow(self: Inbox, *args: Any) -> None:
         await gate.wait()
-        await receive(self, frame)
+        await deliver(self, *args)
 
-    monkeypatch.setattr(IncomingHandoff, "receive", slow)
+    monkeypatch.setattr(Inbox, "deliver", slow)
     _, reservation = call = await pair.client.reserve(random_prompt(80), sampling_pb())
     sender = by_hand(pair.prefill, reservation, 20)
 
@@ -226,9 +225,9 @@ async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
         await sender.commit(FIRST)
 
     sending = asyncio.create_task(send_all())
-    await until(lambda: sender._link and sender._next == sender._link.depth)
+    await until(lambda: sender._link and sender.num_frames == sender._link.depth)
     await asyncio.sleep(0.05)  # time in which more could be written
-    assert sender._link and sender._next == sender._link.depth <= 3
+    assert sender._link and sender.num_frames == sender._link.depth <= 3
     gate.set()
     await sending
     assert pair.decode.status.activity.transfers.blocks == 20

@@ -36,9 +36,13 @@ def before(owner: Any, name: str, point: str) -> None:
 
 
 def report_prefill() -> None:
+    from baton.engine.transfer.shm import ShmLink
+    from baton.engine.transfer.torch_dist import TorchLink
+    from prefill_service.inline import InlineLink
     from prefill_service.push import PushSender
 
-    PushSender.frame_bytes = FRAME_BYTES
+    for link in (ShmLink, TorchLink, InlineLink):
+        link.frame_bytes = FRAME_BYTES
     before(PushSender, "send", "prefill.frame")
     before(PushSender, "commit", "prefill.commit")
 
@@ -49,7 +53,7 @@ def report_decode() -> None:
     from decode_service.reservations import Reservations
 
     before(Reservations, "reserve", "decode.reserve")
-    before(IncomingHandoff, "receive", "decode.frame")
+    before(IncomingHandoff, "expect", "decode.frame")
     before(IncomingHandoff, "commit", "decode.commit")
     step = Engine.step
 

@@ -1,9 +1,10 @@
 """Hand-offs made by hand: the real sender over any transport, told to misbehave on request."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from baton.engine.transfer.base import FirstToken
 from baton.engine.transfer.payload import SequenceReader
 from baton.engine.transfer.plan import FramePlan
 from baton.v1 import common_pb2
+from baton.worker import kv_wire
 from prefill_service.push import PushSender
 from tests.support.tiny import RunningWorker
 
@@ -32,22 +34,28 @@ class FlippingReader(SequenceReader):
             out[5] ^= 1
         return checksum
 
+    def checksum(self, plan: FramePlan) -> int | None:
+        checksum = super().checksum(plan)
+        if plan.positions[0] == self.flip_at:
+            self._cache.data[0, 0, self.blocks(plan)[0]] += 1
+        return checksum
 
-class FaultySender(PushSender):
-    """Lies about one frame in its header: `lie` maps (sequence, plan) to what is said."""
 
-    lie: Callable[[int, FramePlan], tuple[int, FramePlan]] | None = None
+@contextlib.contextmanager
+def lying(lie: Callable[[int, FramePlan], tuple[int, FramePlan]] | None) -> Iterator[None]:
+    """Headers of frames say what `lie` makes of (sequence, plan); payloads stay as they are."""
+    make = kv_wire._data
 
-    async def _message(self, frame: Any, shipment: Any) -> Any:
-        if self.lie is not None:
-            sequence, plan = self.lie(frame.sequence, frame.plan)
-            frame = replace(frame, sequence=sequence, plan=plan)
-        return await super()._message(frame, shipment)
+    def lie_about(sequence: int, plan: FramePlan, checksum: int | None) -> Any:
+        return make(*(lie(sequence, plan) if lie else (sequence, plan)), checksum)
+
+    with mock.patch.object(kv_wire, "_data", lie_about):
+        yield
 
 
 def by_hand(
     prefill: RunningWorker, reservation: common_pb2.Reservation, num_blocks: int, flip_at: int = -1
-) -> FaultySender:
+) -> PushSender:
     """A sender of `num_blocks` blocks of noise from the prefill worker's pool."""
     cache, pairs = prefill.parts.cache, prefill.transfer
     cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(3)))
@@ -56,7 +64,7 @@ def by_hand(
     reader = FlippingReader(cache, seq)
     reader.flip_at = flip_at
     channel = pairs.channels.get(reservation.address)
-    return FaultySender(channel, reservation, cache.layout, reader, pairs._pair(reservation), 10.0)
+    return PushSender(channel, reservation, cache.layout, reader, pairs._pair(reservation), 10.0)
 
 
 def whole_block(position: int) -> FramePlan:

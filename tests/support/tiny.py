@@ -27,7 +27,7 @@ from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
-from baton.worker.boot import Parts
+from baton.worker.boot import Parts, shared_memory
 from baton.worker.status import WorkerServicer, WorkerStatus
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
@@ -73,7 +73,8 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
     num_blocks = settings.num_blocks or 64
     dtype = kv_dtype(settings.kv_dtype, "float32")
     layout = KVLayout.of(model_config, settings.block_size, dtype, "tiny")
-    cache = KVCache(layout, num_blocks)
+    memory = shared_memory(settings, layout.bytes_per_block * num_blocks)
+    cache = KVCache(layout, num_blocks, memory=memory.bytes if memory else None)
     config = EngineConfig(
         num_blocks=num_blocks,
         block_size=settings.block_size,
@@ -98,7 +99,7 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         ModelRunner(model, cache),
         Sampler(config.eos_token_ids),
     )
-    return Parts(engine, cache, config, VOCAB, StoredModel("tiny", path, "tiny"))
+    return Parts(engine, cache, config, VOCAB, StoredModel("tiny", path, "tiny"), memory=memory)
 
 
 @dataclass
@@ -137,7 +138,7 @@ async def run_prefill(path: Path, **settings: Any) -> AsyncIterator[RunningWorke
     config = PrefillSettings.build(**values)
     parts = make_parts(path, config, PrefillScheduler)
     engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
-    pairs = Pairs(config, parts.cache, channels)
+    pairs = Pairs(config, parts.cache, channels, parts.memory)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
     status = WorkerStatus(Role.PREFILL, config, new_incarnation(), parts, activity)

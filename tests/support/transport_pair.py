@@ -10,7 +10,9 @@ import pytest
 
 from baton.engine.llm import LLM
 from baton.engine.sampling_params import SamplingParams
-from prefill_service.push import PushSender
+from baton.engine.transfer.shm import ShmLink
+from baton.engine.transfer.torch_dist import TorchLink
+from prefill_service.inline import InlineLink
 from tests.support.client import PairClient, Served
 from tests.support.handoffs import until
 from tests.support.tiny import VOCAB, RunningWorker, run_decode, run_prefill
@@ -25,12 +27,11 @@ class Pair:
         self.prefill, self.decode, self.client = prefill, decode, client
 
     async def settle(self) -> None:
-        """Blocks, slots and buffers are back where they were."""
+        """Blocks and buffers are back where they were."""
         await self.prefill.wait_idle()
         await self.decode.wait_idle()
         pairs, inbox = self.prefill.transfer, self.decode.transfer
         await until(lambda: pairs.inline._in_flight._value == 8)
-        await until(lambda: pairs._slots is None or pairs._slots.num_free == 8)
         groups = [p.torch.group for p in pairs._pairs.values() if p.torch.group]
         for group in [*groups, *inbox.groups._connected()]:
             await until(lambda g=group: g.ended.is_set() or g._buffers.qsize() == g.depth)
@@ -41,7 +42,8 @@ async def run_pair(
     tiny_llama: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pair]:
     """With frames so small that every prompt has several."""
-    monkeypatch.setattr(PushSender, "frame_bytes", SMALL_FRAME)
+    for link in (ShmLink, InlineLink, TorchLink):
+        monkeypatch.setattr(link, "frame_bytes", SMALL_FRAME)
     timing = {"transport_timeout_s": 1.0, "transport_retry_s": 0.5}
     async with (
         run_prefill(tiny_llama, transport=transport, **timing) as prefill,

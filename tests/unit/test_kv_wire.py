@@ -5,10 +5,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.transfer.base import ShmSlot, TorchMessage
+from baton.engine.transfer.base import ShmBlocks, TorchMessage
 from baton.engine.transfer.plan import FramePlan
 from baton.v1 import kv_pb2
-from baton.worker.kv_wire import data_frame, parse, serialize
+from baton.worker.kv_wire import message_of, parse, payload_frame, serialize
 
 plans = st.builds(
     FramePlan,
@@ -24,7 +24,11 @@ checksums = st.none() | st.integers(0, 2**64 - 1)
 def test_protobuf_reads_what_the_writer_joined_and_the_reader_what_protobuf_wrote(
     sequence: int, plan: FramePlan, payload: bytes, checksum: int | None
 ) -> None:
-    wire = serialize(data_frame(sequence, plan, payload, checksum))
+    def fill(room: memoryview) -> int | None:
+        room[:] = payload
+        return checksum
+
+    wire = payload_frame(sequence, plan, len(payload), checksum is not None, fill)
     message = kv_pb2.KVFrame.FromString(wire)
     data = message.data
     assert (data.sequence, data.layer_start, data.layer_count) == (sequence, *_layers(plan))
@@ -41,9 +45,11 @@ def _layers(plan: FramePlan) -> tuple[int, int]:
     return plan.layer_start, plan.layer_count
 
 
-@pytest.mark.parametrize("carrier", [ShmSlot(1, 2, b"t", 3, 4), TorchMessage("g", 5, 6)])
-def test_a_payload_elsewhere_is_only_named(carrier: ShmSlot | TorchMessage) -> None:
-    frame = data_frame(3, FramePlan(0, 1, (0,)), carrier, 9)
+@pytest.mark.parametrize(
+    "carrier", [ShmBlocks(1, 2, b"t", 3, (2, 0)), TorchMessage("g", 5, 6, True)]
+)
+def test_a_payload_elsewhere_is_only_named(carrier: ShmBlocks | TorchMessage) -> None:
+    frame = message_of(3, FramePlan(0, 1, (0,)), carrier, 9)
     message, payload = parse(serialize(frame))
     assert payload is None and message == frame
 

@@ -1,21 +1,23 @@
 """The hand-off of one prompt's KV from prefill to decode: its verbs, frames and errors.
 
-Sender verbs, in order: `send` any number of planned frames, then `commit`; or `abort` at any
-time. Receiver verbs mirror them: `receive`, `commit`, `abort`.
+Sender verbs, in order: `open`, `send` any number of times, then `commit`; or `abort` at any
+time. Receiver verbs mirror them: `expect`, `write` and `applied` for each frame, `commit`, `abort`.
 States of a hand-off: open → (frames) → committed | aborted. A receiver refuses whatever
 does not fit the state, the reservation or the layout; after `abort` or a refusal none of
 the KV counts.
 
 What is said (open, frame headers, commit, acknowledgements) always goes in order over one
 control stream. Only payloads travel by a transport: a `PayloadLink` loads a frame's payload
-into a `Carrier` at the sender, and the receiver reads it from there. So a frame can be sent
-again by another transport, and no transport can change what a frame means.
+into a `Carrier` at the sender, or says where it lies, and the receiver reads it from there. So a
+frame can be sent again by another transport, and no transport can change what a frame means.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from baton.engine.sequence import FinishReason, SampledToken
@@ -46,14 +48,15 @@ class TransportFailed(Exception):
 
 
 @dataclass(frozen=True)
-class ShmSlot:
-    """A payload in the memory file `fd` of process `pid`."""
+class ShmBlocks:
+    """A payload that lies in the blocks of a cache of `num_blocks` blocks, in the memory file
+    `fd` of process `pid`."""
 
     pid: int
     fd: int
     token: bytes
-    offset: int
-    size: int
+    num_blocks: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,34 +66,54 @@ class TorchMessage:
     group: str
     tag: int
     size: int
+    """Without the checksum."""
+    has_checksum: bool
+    """The message ends with the XXH3-64 of the rest, little-endian."""
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """`ShmBlocks` as the receiver sees them: `memory` is the bytes of the sender's whole cache."""
+
+    memory: np.ndarray
+    num_blocks: int
+    blocks: tuple[int, ...]
 
 
 Buffer = bytes | bytearray | memoryview
-Carrier = Buffer | ShmSlot | TorchMessage
-
-
-async def _nothing_to_do() -> None:
-    return None
+Carrier = Buffer | ShmBlocks | TorchMessage
+Payload = Buffer | Tensor | SharedBlocks
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """A loaded payload. `deliver` once its header is on the control stream; `release` once it
-    is acknowledged or given up."""
+    """A payload on its way; `release` once it is acknowledged or given up. A carrier of bytes is
+    the frame's whole message. `sending` ends with the transport's own work, if it has any."""
 
-    carrier: Carrier
-    checksum: int | None
+    carrier: ShmBlocks | TorchMessage | bytes
+    checksum: int | None = None
     release: Callable[[], None] = lambda: None
-    deliver: Callable[[], Awaitable[None]] = _nothing_to_do
+    sending: "asyncio.Future[None] | None" = None
 
 
 class BlockReader(Protocol):
     """Where a sender's payloads come from."""
 
+    num_blocks: int
+    """Of the cache that `blocks` count in."""
+    checksums: bool
+    """Whether payloads have a checksum."""
+
     def num_bytes(self, plan: FramePlan) -> int: ...
 
     def read(self, plan: FramePlan, out: Tensor) -> int | None:
         """Copies the planned part into `out`, flat bytes; its checksum if there is one."""
+
+    def blocks(self, plan: FramePlan) -> tuple[int, ...]:
+        """Where in the cache the planned part lies."""
+
+    def checksum(self, plan: FramePlan) -> int | None:
+        """As `read` returns it, from where the bytes lie."""
 
 
 class PayloadLink(Protocol):
@@ -101,23 +124,12 @@ class PayloadLink(Protocol):
     """Longest payload."""
     depth: int
     """Payloads of one hand-off that may be unacknowledged."""
+    owns_payloads: bool
+    """What is shipped never changes, so the commit may follow unacknowledged frames. Not so when
+    the receiver reads blocks that the sender may give away."""
 
-    async def load(self, reader: BlockReader, plan: FramePlan) -> Shipment:
+    async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
         """Waits for room; raises TransportFailed."""
-
-
-@dataclass(frozen=True)
-class KVFrame:
-    """(layer range x blocks) of one prompt. `positions` count blocks of the prompt from 0,
-    ascending; `payload` is [layer, 2, block, block_size, kv_head, head_dim], little-endian."""
-
-    sequence: int
-    layer_start: int
-    layer_count: int
-    positions: tuple[int, ...]
-    payload: Buffer | Tensor
-    checksum: int | None
-    """XXH3-64 of the payload, if the sender made one."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +159,8 @@ class KVSender(Protocol):
     transport: str
     """What carried the last payload."""
 
-    @property
-    def frame_bytes(self) -> int:
-        """Longest frame to plan."""
+    def open(self) -> None:
+        """Connects, so that the first frame finds the way open. Optional, idempotent."""
 
     async def send(self, plan: FramePlan) -> None:
         """Ships blocks whose KV is complete and stays so until `commit` or `abort` is over.
@@ -163,10 +174,24 @@ class KVSender(Protocol):
 
 
 class KVReceiver(Protocol):
-    """Decode's end."""
+    """Decode's end. All verbs but `write` belong to the event loop; all raise HandoffError."""
 
-    async def receive(self, frame: KVFrame) -> None: ...
+    def expect(self, sequence: int, plan: FramePlan) -> None:
+        """A header came: books its layers and blocks. Sequences count from 0 without gaps."""
 
-    async def commit(self, commit: Commit) -> None: ...
+    def write(self, sequence: int, plan: FramePlan, payload: Payload, checksum: int | None) -> None:
+        """Copies and verifies the payload of an expected frame; in any thread. The payload is
+        [layer, plane, block, block_size, kv_head, head_dim], little-endian; the checksum, if the
+        sender made one, is its XXH3-64."""
 
-    async def abort(self) -> None: ...
+    def applied(self, sequence: int) -> None:
+        """The write of the oldest expected frame has ended."""
+
+    def expect_again(self, sequence: int) -> None:
+        """That frame and all later ones will come again, another way."""
+
+    def commit(self, commit: Commit) -> None:
+        """After the last frame is applied."""
+
+    def abort(self) -> None:
+        """Idempotent; without effect after `commit`."""

@@ -1,10 +1,13 @@
 """KV blocks to bytes and back, with a checksum over the bytes.
 
-Both directions touch only the blocks named, so they may run beside a forward pass that
-works on other blocks. No copy but the one from blocks to payload and the one back.
+Both directions touch only the blocks named, so they may run beside a forward pass that works on
+other blocks. Between the caches of one host there is one copy, elsewhere one into the payload and
+one out of it. A checksum is made over what the receiver's blocks then hold; blocks of a frame
+that fails it never count.
 """
 
 import ctypes
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
 import numpy as np
@@ -14,28 +17,43 @@ from torch import Tensor
 
 from baton.engine.kv_cache import KVCache
 from baton.engine.sequence import Sequence
-from baton.engine.transfer.base import Buffer, HandoffDamaged, KVFrame
+from baton.engine.transfer.base import Buffer, HandoffDamaged, Payload, SharedBlocks
 from baton.engine.transfer.plan import FramePlan
+
+_CACHED_BYTES = 512 << 10
+"""What one core keeps close: bytes copied a moment ago are hashed from there."""
 
 
 class SequenceReader:
     """A `BlockReader` over the blocks that a sequence holds."""
 
     def __init__(self, cache: KVCache, seq: Sequence, checksums: bool = True) -> None:
+        self.num_blocks = cache.num_blocks
         self._cache = cache
         self._seq = seq
-        self._checksums = checksums
+        self.checksums = checksums
 
     def num_bytes(self, plan: FramePlan) -> int:
-        layout = self._cache.layout
-        return plan.layer_count * len(plan.positions) * layout.bytes_per_block // layout.num_layers
+        return num_bytes(self._cache, plan)
+
+    def blocks(self, plan: FramePlan) -> tuple[int, ...]:
+        table = self._seq.held_blocks
+        return tuple([table[position] for position in plan.positions])
 
     def read(self, plan: FramePlan, out: Tensor) -> int | None:
-        table = self._seq.held_blocks
-        blocks = [table[position] for position in plan.positions]
         flat = out.view(self._cache.data.dtype)
-        self._cache.gather(plan.layer_start, plan.layer_count, blocks, flat)
-        return checksum_of(out) if self._checksums else None
+        self._cache.gather(plan.layer_start, plan.layer_count, self.blocks(plan), flat)
+        return checksum_of(out) if self.checksums else None
+
+    def checksum(self, plan: FramePlan) -> int | None:
+        if not self.checksums:
+            return None
+        blocks, digest = self.blocks(plan), xxhash.xxh3_64()
+        runs = [(start, count) for start, _, count in _runs(blocks, blocks)]
+        for plane in self._cache.planes(plan.layer_start, plan.layer_count):
+            for start, count in runs:
+                digest.update(plane[start : start + count])
+        return digest.intdigest()
 
 
 def checksum_of(payload: Tensor) -> int:
@@ -43,32 +61,110 @@ def checksum_of(payload: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(memoryview(payload.cpu().numpy()))  # type: ignore[arg-type]
 
 
-def num_bytes(payload: Buffer | Tensor) -> int:
-    return payload.nbytes if isinstance(payload, Tensor) else memoryview(payload).nbytes
-
-
 def bytes_tensor(payload: Buffer) -> Tensor:
     """Flat bytes over the buffer's own memory: only to read, and only while it is kept."""
     array = np.frombuffer(payload, dtype=np.uint8)
     if not array.nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    # torch wants a writable buffer, which a received message or a read-only mapping is not.
+    # torch wants a writable buffer, which a received message is not.
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def write_frame(cache: KVCache, frame: KVFrame, block_table: ListOf[int]) -> None:
-    """Verifies a frame and copies it into a sequence's blocks."""
-    payload = frame.payload
-    flat = payload if isinstance(payload, Tensor) else bytes_tensor(payload)
-    shape = cache.layout.unit_shape(frame.layer_count, len(frame.positions))
-    expected = cache.data.element_size() * torch.Size(shape).numel()
+def num_bytes(cache: KVCache, plan: FramePlan) -> int:
+    layout = cache.layout
+    return plan.layer_count * len(plan.positions) * layout.bytes_per_block // layout.num_layers
+
+
+def write_payload(
+    cache: KVCache,
+    plan: FramePlan,
+    payload: Payload,
+    checksum: int | None,
+    block_table: ListOf[int],
+) -> None:
+    """Copies a payload into a sequence's blocks and verifies it; HandoffDamaged when it is not
+    what was sent."""
+    blocks = [block_table[position] for position in plan.positions]
+    if isinstance(payload, SharedBlocks):
+        _copy_shared(cache, plan, payload, checksum, blocks)
+    else:
+        flat = payload if isinstance(payload, Tensor) else bytes_tensor(payload)
+        _write_flat(cache, plan, flat, checksum, blocks)
+
+
+def _write_flat(
+    cache: KVCache, plan: FramePlan, flat: Tensor, checksum: int | None, blocks: list[int]
+) -> None:
+    expected = num_bytes(cache, plan)
     if flat.numel() != expected:
-        raise HandoffDamaged(
-            f"frame {frame.sequence} has {flat.numel()} bytes, {expected} expected"
-        )
-    if frame.checksum is not None and checksum_of(flat) != frame.checksum:
-        raise HandoffDamaged(f"frame {frame.sequence} fails its checksum")
-    blocks = [block_table[position] for position in frame.positions]
+        raise HandoffDamaged(f"{_name(plan)} came as {flat.numel()} bytes, {expected} expected")
+    if checksum is not None:
+        _verify(plan, checksum, checksum_of(flat))
+    shape = cache.layout.unit_shape(plan.layer_count, len(blocks))
     tensor = flat.view(cache.data.dtype).view(shape).to(cache.data.device)
-    cache.scatter(frame.layer_start, frame.layer_count, blocks, tensor)
+    cache.scatter(plan.layer_start, plan.layer_count, blocks, tensor)
+
+
+def _copy_shared(
+    cache: KVCache,
+    plan: FramePlan,
+    shared: SharedBlocks,
+    checksum: int | None,
+    blocks: list[int],
+) -> None:
+    """Straight from the sender's cache into this one; what has landed is then verified."""
+    target = cache.planes(plan.layer_start, plan.layer_count)
+    source = _planes_of(shared, cache, plan)
+    runs = list(_runs(shared.blocks, blocks))
+    if checksum is None:
+        for theirs, mine, count in runs:
+            target[:, mine : mine + count] = source[:, theirs : theirs + count]
+        return
+    digest, step = xxhash.xxh3_64(), max(1, _CACHED_BYTES // target.shape[2])
+    pieces = [
+        (theirs + first, mine + first, min(step, count - first))
+        for theirs, mine, count in runs
+        for first in range(0, count, step)
+    ]
+    for into, out_of in zip(target, source, strict=True):
+        for theirs, mine, count in pieces:
+            piece = into[mine : mine + count]
+            piece[:] = out_of[theirs : theirs + count]
+            digest.update(piece)
+    _verify(plan, checksum, digest.intdigest())
+
+
+def _planes_of(shared: SharedBlocks, cache: KVCache, plan: FramePlan) -> np.ndarray:
+    """The plan's layers of the sender's cache: (planes of each layer in turn, block, row)."""
+    per_layer = cache.layout.num_planes
+    num_planes = per_layer * cache.layout.num_layers
+    row = cache.layout.bytes_per_block // num_planes
+    size = num_planes * shared.num_blocks * row
+    if len(shared.blocks) != len(plan.positions):
+        raise HandoffDamaged(f"{_name(plan)} came as {len(shared.blocks)} blocks")
+    if size > shared.memory.nbytes or max(shared.blocks) >= shared.num_blocks:
+        raise HandoffDamaged(f"{_name(plan)} lie outside the sender's memory")
+    planes = shared.memory[:size].reshape(num_planes, shared.num_blocks, row)
+    return planes[per_layer * plan.layer_start :][: per_layer * plan.layer_count]
+
+
+def _verify(plan: FramePlan, sent: int, arrived: int) -> None:
+    if sent != arrived:
+        raise HandoffDamaged(f"{_name(plan)} fail their checksum")
+
+
+def _name(plan: FramePlan) -> str:
+    end, first = plan.layer_start + plan.layer_count, plan.positions[0]
+    return f"{len(plan.positions)} blocks from {first} of layers [{plan.layer_start}, {end})"
+
+
+def _runs(theirs: ListOf[int], mine: ListOf[int]) -> Iterator[tuple[int, int, int]]:
+    """(their first block, my first block, count) of the longest ranges that are consecutive in
+    both lists."""
+    start = 0
+    for end in range(1, len(mine) + 1):
+        ended = end == len(mine)
+        if ended or mine[end] != mine[end - 1] + 1 or theirs[end] != theirs[end - 1] + 1:
+            yield theirs[start], mine[start], end - start
+            start = end

@@ -1,36 +1,35 @@
 """Which frames carry which blocks. Plain Python: no torch, no I/O.
 
-A frame is (layer range x blocks) of at most `max_bytes`: as many whole blocks as fit with
-all their layers, or, when one block alone is larger, one block's layers in several frames.
+A frame is (layer range x blocks) of at most `max_bytes`: as many whole layers as fit with all
+their blocks, or, when one layer alone is larger, one layer's blocks in several frames. Blocks of
+one layer lie side by side in both caches, so few layers of many blocks are copied fastest.
 Every (layer, block) asked for is in exactly one frame.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-DEFAULT_FRAME_BYTES = 8 << 20
+DEFAULT_FRAME_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class FramePlan:
+    """`positions` count blocks of the prompt from 0, ascending."""
+
     layer_start: int
     layer_count: int
     positions: tuple[int, ...]
 
 
-def plan_frames(
-    positions: Sequence[int],
-    num_layers: int,
-    layer_block_bytes: int,
-    max_bytes: int = DEFAULT_FRAME_BYTES,
-) -> Iterator[FramePlan]:
+def split(plan: FramePlan, layer_block_bytes: int, max_bytes: int) -> Iterator[FramePlan]:
     """`layer_block_bytes`: keys and values of one block in one layer."""
-    blocks_per_frame = max_bytes // (num_layers * layer_block_bytes)
-    if blocks_per_frame:
-        for start in range(0, len(positions), blocks_per_frame):
-            yield FramePlan(0, num_layers, tuple(positions[start : start + blocks_per_frame]))
+    units = max(1, max_bytes // layer_block_bytes)
+    if not plan.positions:
         return
-    layers_per_frame = max(1, max_bytes // layer_block_bytes)
-    for position in positions:
-        for layer in range(0, num_layers, layers_per_frame):
-            yield FramePlan(layer, min(layers_per_frame, num_layers - layer), (position,))
+    layers = max(1, units // len(plan.positions))
+    blocks = max(1, units // layers)
+    for start in range(0, plan.layer_count, layers):
+        count = min(layers, plan.layer_count - start)
+        part = replace(plan, layer_start=plan.layer_start + start, layer_count=count)
+        for first in range(0, len(plan.positions), blocks):
+            yield replace(part, positions=plan.positions[first : first + blocks])

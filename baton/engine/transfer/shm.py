@@ -1,9 +1,11 @@
-"""Payloads in memory that sender and receiver of one host both map.
+"""KV blocks that the receiver copies straight out of the sender's cache, on one host.
 
-The sender owns one anonymous memory file (memfd) cut into slots; it has no name, so it is
-gone with the last process that holds it, whatever dies. The receiver maps it read-only through
-/proc/PID/fd/FD after comparing a random token. A slot is written again only after its frame is
-acknowledged or its hand-off has failed; the receiver's own blocks are never mapped by a sender.
+The sender's whole cache lies in one anonymous memory file (memfd): computing KV is what writes
+it. The file has no name, so it is gone with the last process that holds it, whatever dies. A
+receiver maps it read-only through /proc/PID/fd/FD, which only the same user may open, after
+comparing a random token, and copies the blocks that a frame names into its own. One copy, and
+no sender ever writes into memory of a receiver. The sender keeps the blocks until the receiver
+has acknowledged them or can no longer commit them.
 """
 
 import asyncio
@@ -14,17 +16,26 @@ import os
 import secrets
 import stat
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from baton.engine.transfer.base import BlockReader, Shipment, ShmSlot, TransportFailed
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, FramePlan
+from baton.engine.transfer.base import (
+    BlockReader,
+    SharedBlocks,
+    Shipment,
+    ShmBlocks,
+    TransportFailed,
+)
+from baton.engine.transfer.offload import copying
+from baton.engine.transfer.plan import FramePlan
 
 _PAGE = mmap.PAGESIZE
 _TOKEN_BYTES = 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+FRAME_BYTES = 32 << 20
+"""A frame costs a message and no memory, so it may be long."""
 
 
 def host_id() -> str:
@@ -37,114 +48,69 @@ def supported() -> bool:
     return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 
 
-class SlotPool:
-    """The sender's memory. Pages become resident when first written."""
+class SharedMemory:
+    """The sender's memory file: a page with the token, then `bytes`, zeros that become resident
+    when first written. It lives as long as `bytes` does."""
 
-    def __init__(self, slot_bytes: int = DEFAULT_FRAME_BYTES, num_slots: int = 8) -> None:
-        self.slot_bytes = slot_bytes
-        self.size = _PAGE + slot_bytes * num_slots
+    def __init__(self, num_bytes: int) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, self.size)
+        os.fchmod(self._fd, 0o600)
+        os.ftruncate(self._fd, _PAGE + num_bytes)
         # A receiver that maps it can never be killed by a shorter file.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self._fd, self.size)
-        self._map[:_TOKEN_BYTES] = self._token
-        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        # Last in, first out: a slot used a moment ago is still in the processor's cache.
-        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue(num_slots)
-        for slot in reversed(range(num_slots)):
-            self._free.put_nowait(slot)
+        memory = mmap.mmap(self._fd, _PAGE + num_bytes)
+        memory[:_TOKEN_BYTES] = self._token
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[_PAGE:]
 
-    @property
-    def num_free(self) -> int:
-        return self._free.qsize()
-
-    async def take(self) -> int:
-        return await self._free.get()
-
-    def give(self, slot: int) -> None:
-        self._free.put_nowait(slot)
-
-    def tensor(self, slot: int, size: int) -> torch.Tensor:
-        return self._memory[self._offset(slot) :][:size]
-
-    def name(self, slot: int, size: int) -> ShmSlot:
-        return ShmSlot(os.getpid(), self._fd, self._token, self._offset(slot), size)
+    def name(self, num_blocks: int, blocks: tuple[int, ...]) -> ShmBlocks:
+        """Blocks of the cache of `num_blocks` blocks that lies in it."""
+        return ShmBlocks(os.getpid(), self._fd, self._token, num_blocks, blocks)
 
     def close(self) -> None:
-        """Receivers keep what they have mapped; nobody can map it anew."""
-        os.close(self._fd)
-
-    def _offset(self, slot: int) -> int:
-        return _PAGE + slot * self.slot_bytes
+        """Nobody can map it any more. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class ShmLink:
-    """A `PayloadLink` through the process's slots."""
+    """A `PayloadLink` that only says where the blocks are."""
 
     name = "shm"
+    frame_bytes = FRAME_BYTES
     depth = 3
+    owns_payloads = False
 
-    def __init__(self, pool: SlotPool, timeout_s: float) -> None:
-        self.frame_bytes = pool.slot_bytes
-        self._pool = pool
-        self._timeout_s = timeout_s
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
 
-    async def load(self, reader: BlockReader, plan: FramePlan) -> Shipment:
-        size = reader.num_bytes(plan)
-        if size > self.frame_bytes:
-            raise TransportFailed(f"{size} bytes do not fit a slot of {self.frame_bytes}")
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                slot = await self._pool.take()
-        except TimeoutError:
-            raise TransportFailed(f"no slot became free for {self._timeout_s} s") from None
-        read = asyncio.ensure_future(
-            asyncio.to_thread(reader.read, plan, self._pool.tensor(slot, size))
-        )
-        try:
-            checksum = await asyncio.shield(read)
-        except BaseException:
-            # The thread may still be writing: the slot is free only after it.
-            _when_done(read, lambda: self._pool.give(slot))
-            raise
-        return Shipment(self._pool.name(slot, size), checksum, lambda: self._pool.give(slot))
+    async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
+        checksum = await copying(reader.num_bytes(plan), reader.checksum, plan)
+        return Shipment(self._memory.name(reader.num_blocks, reader.blocks(plan)), checksum)
 
 
-def _when_done(work: "asyncio.Future[int | None]", then: Callable[[], None]) -> None:
-    def finish(future: "asyncio.Future[int | None]") -> None:
-        if not future.cancelled():
-            future.exception()  # seen; whoever waited for it has been told
-        then()
-
-    work.add_done_callback(finish)
-
-
-class SlotMaps:
+class SharedPools:
     """The receiver's mappings, at most `limit`; one is dropped when its process ends."""
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
-        self._maps: OrderedDict[tuple[int, int, bytes], tuple[mmap.mmap, int]] = OrderedDict()
+        self._maps: OrderedDict[tuple[int, int, bytes], tuple[np.ndarray, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._maps)
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(mapping) for mapping, _ in self._maps.values())
+        return sum(mapping.nbytes for mapping, _ in self._maps.values())
 
-    def view(self, slot: ShmSlot) -> memoryview:
-        """The payload where it lies. Raises TransportFailed. Keeps the mapping alive."""
-        key = (slot.pid, slot.fd, slot.token)
+    def find(self, blocks: ShmBlocks) -> SharedBlocks:
+        """The blocks where they lie. Raises TransportFailed. Keeps the mapping alive."""
+        key = (blocks.pid, blocks.fd, blocks.token)
         if key not in self._maps:
             self._add(key)
         self._maps.move_to_end(key)
-        mapping, _ = self._maps[key]
-        if not _PAGE <= slot.offset <= slot.offset + slot.size <= len(mapping):
-            raise TransportFailed(f"bytes [{slot.offset}, +{slot.size}) are outside the memory")
-        return memoryview(mapping)[slot.offset : slot.offset + slot.size]
+        return SharedBlocks(self._maps[key][0], blocks.num_blocks, blocks.blocks)
 
     def close(self) -> None:
         for key in list(self._maps):
@@ -158,10 +124,11 @@ class SlotMaps:
         except OSError as error:
             raise TransportFailed(f"process {key[0]} is not here: {error}") from error
         try:
-            self._maps[key] = _map(*key), pidfd
+            mapping = np.frombuffer(_map(*key), dtype=np.uint8)[_PAGE:]
         except (OSError, ValueError) as error:
             os.close(pidfd)
             raise TransportFailed(f"the memory of process {key[0]}: {error}") from error
+        self._maps[key] = mapping, pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._drop, key)
 
     def _drop(self, key: tuple[int, int, bytes]) -> None:

@@ -27,11 +27,12 @@ from baton.engine.transfer.base import (
     TorchMessage,
     TransportFailed,
 )
-from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, FramePlan
 
 SENDER, RECEIVER = 0, 1
 # NCCL has no tags: one message at a time, in the order of the headers.
 DEPTHS = {"gloo": 3, "nccl": 1}
+CHECKSUM_BYTES = 8
 
 
 def backends(device: str) -> list[str]:
@@ -77,7 +78,9 @@ class PairGroup:
         self._buffers: asyncio.Queue[Tensor] = asyncio.Queue()
         device = "cuda" if backend == "nccl" else "cpu"
         for _ in range(self.depth):
-            self._buffers.put_nowait(torch.empty(max_bytes, dtype=torch.uint8, device=device))
+            self._buffers.put_nowait(
+                torch.empty(max_bytes + CHECKSUM_BYTES, dtype=torch.uint8, device=device)
+            )
 
     @staticmethod
     async def open(
@@ -112,26 +115,34 @@ class PairGroup:
     def give(self, buffer: Tensor) -> None:
         self._buffers.put_nowait(buffer)
 
-    def start(self, verb: str, buffer: Tensor, tag: int) -> "asyncio.Future[None]":
-        """`verb`: "send" or "recv". The buffer belongs to the operation until it is done."""
-        group, peer = self._group, RECEIVER if verb == "send" else SENDER
+    def start(self, work: Callable[[], None]) -> "asyncio.Future[None]":
+        """Runs `send` or `receive` and what belongs to it in a thread of the group. Buffers
+        belong to the thread until it is done."""
+        if self._group is None:
+            raise TransportFailed("the group is closed")
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        running.add_done_callback(self._notice)
+        return running
+
+    def send(self, message: Tensor, tag: int) -> None:
+        self._transfer("send", message, RECEIVER, tag)
+
+    def receive(self, room: Tensor, tag: int) -> None:
+        self._transfer("recv", room, SENDER, tag)
+
+    def _transfer(self, verb: str, tensor: Tensor, peer: int, tag: int) -> None:
+        group = self._group
         if group is None:
             raise TransportFailed("the group is closed")
-
-        def run() -> None:
-            try:
-                getattr(group, verb)([buffer], peer, tag).wait(self._timeout)
-                if buffer.is_cuda:
-                    torch.cuda.current_stream().synchronize()
-            except RuntimeError as error:
-                raise TransportFailed(f"{self.backend} {verb}: {error}") from error
-
-        work = asyncio.get_running_loop().run_in_executor(self._threads, run)
-        work.add_done_callback(self._notice)
-        return work
+        try:
+            getattr(group, verb)([tensor], peer, tag).wait(self._timeout)
+            if tensor.is_cuda:
+                torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            raise TransportFailed(f"{self.backend} {verb}: {error}") from error
 
     def _notice(self, work: "asyncio.Future[None]") -> None:
-        if work.cancelled() or work.exception() is not None:
+        if work.cancelled() or isinstance(work.exception(), TransportFailed):
             self.ended.set()
 
     def close(self) -> None:
@@ -144,37 +155,36 @@ class PairGroup:
 class TorchLink:
     """A `PayloadLink` over one group."""
 
+    frame_bytes = DEFAULT_FRAME_BYTES
+    owns_payloads = True
+
     def __init__(self, group: PairGroup, timeout_s: float) -> None:
         self.name = f"torch:{group.backend}"
-        self.frame_bytes = group.max_bytes
         self.depth = group.depth
         self._group = group
         self._timeout_s = timeout_s
 
-    async def load(self, reader: BlockReader, plan: FramePlan) -> Shipment:
+    async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
         group, size = self._group, reader.num_bytes(plan)
         if group.ended.is_set() or size > group.max_bytes:
             raise TransportFailed("the group is closed or its messages are shorter")
-        buffer = await _buffer_of(group, self._timeout_s)
-        message, sending = buffer[:size], _Last()
-        sending.follow(asyncio.ensure_future(asyncio.to_thread(reader.read, plan, message)))
+        buffer, tag = await _buffer_of(group, self._timeout_s), group.next_tag()
+        length = size + CHECKSUM_BYTES * reader.checksums
+
+        def fill() -> Tensor:
+            checksum = reader.read(plan, buffer[:size])
+            if checksum is not None:
+                trailer = bytearray(checksum.to_bytes(CHECKSUM_BYTES, "little"))
+                buffer[size:length] = torch.frombuffer(trailer, dtype=torch.uint8)
+            return buffer[:length]
+
         try:
-            checksum = await sending.result()
-        except BaseException:
-            sending.then(lambda: group.give(buffer))
+            sending = group.start(lambda: group.send(fill(), tag))
+        except TransportFailed:
+            group.give(buffer)
             raise
-        tag = group.next_tag()
-
-        async def deliver() -> None:
-            sending.follow(group.start("send", message, tag))
-            await sending.result()
-
-        return Shipment(
-            TorchMessage(group.name, tag, size),
-            checksum,
-            lambda: sending.then(lambda: group.give(buffer)),
-            deliver,
-        )
+        message = TorchMessage(group.name, tag, size, reader.checksums)
+        return Shipment(message, None, lambda: _after(sending, lambda: group.give(buffer)), sending)
 
 
 async def _buffer_of(group: PairGroup, timeout_s: float) -> Tensor:
@@ -185,26 +195,15 @@ async def _buffer_of(group: PairGroup, timeout_s: float) -> Tensor:
         raise TransportFailed(f"no buffer became free for {timeout_s} s") from None
 
 
-class _Last:
-    """The thread that last used a buffer; what follows waits for it even when cancelled."""
+def _after(work: asyncio.Future, function: Callable[[], None]) -> None:
+    """A buffer is free only when the thread that uses it has ended, even if nobody waits."""
 
-    def __init__(self) -> None:
-        self._work: asyncio.Future | None = None
+    def finish(future: asyncio.Future) -> None:
+        if not future.cancelled():
+            future.exception()  # seen; whoever waited for it has been told
+        function()
 
-    def follow(self, work: asyncio.Future) -> None:
-        self._work = work
-
-    async def result(self) -> int | None:
-        return None if self._work is None else await asyncio.shield(self._work)
-
-    def then(self, function: Callable[[], None]) -> None:
-        def finish(future: asyncio.Future) -> None:
-            if not future.cancelled():
-                future.exception()  # seen; whoever waited for it has been told
-            function()
-
-        if self._work is not None:
-            self._work.add_done_callback(finish)
+    work.add_done_callback(finish)
 
 
 class TorchInbox:
@@ -254,8 +253,11 @@ class TorchInbox:
             return
         await group.ended.wait()
 
-    async def fetch(self, message: TorchMessage) -> tuple[Tensor, Callable[[], None]]:
-        """The payload and what gives its buffer back. Raises TransportFailed."""
+    async def take(
+        self, message: TorchMessage, write: Callable[[Tensor, int | None], None]
+    ) -> None:
+        """Hands the payload and its checksum to `write`, in the thread that receives it. Raises
+        TransportFailed, or what `write` raises."""
         task = self._groups.get(message.group)
         if task is None:
             raise TransportFailed("the group is unknown or closed")
@@ -263,15 +265,22 @@ class TorchInbox:
         if not 0 < message.size <= group.max_bytes:
             raise TransportFailed(f"{message.size} bytes are more than the group's messages")
         buffer = await _buffer_of(group, self._timeout_s)
-        room = buffer if group.backend == "gloo" else buffer[: message.size]
-        receiving = _Last()
+        length = message.size + CHECKSUM_BYTES * message.has_checksum
+        room = buffer if group.backend == "gloo" else buffer[:length]
+
+        def receive() -> None:
+            group.receive(room, message.tag)
+            trailer = buffer[message.size : length].cpu().numpy().tobytes()
+            checksum = int.from_bytes(trailer, "little") if message.has_checksum else None
+            write(buffer[: message.size], checksum)
+
         try:
-            receiving.follow(group.start("recv", room, message.tag))
-            await receiving.result()
-        except BaseException:
-            receiving.then(lambda: group.give(buffer))
+            receiving = group.start(receive)
+        except TransportFailed:
+            group.give(buffer)
             raise
-        return buffer[: message.size], lambda: group.give(buffer)
+        _after(receiving, lambda: group.give(buffer))
+        await asyncio.shield(receiving)
 
     def _connected(self) -> list[PairGroup]:
         done = (t for t in self._groups.values() if t.done() and not t.cancelled())

@@ -1,0 +1,47 @@
+"""Payloads as bytes inside the messages of the control stream: works wherever it does.
+
+The blocks are gathered straight into the message, which gRPC sends as it is.
+"""
+
+import asyncio
+
+import torch
+
+from baton.engine.transfer.base import BlockReader, Shipment, TransportFailed
+from baton.engine.transfer.offload import copying
+from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, FramePlan
+from baton.worker import kv_wire
+
+
+class InlineLink:
+    """`in_flight` bounds the payloads of all hand-offs of the process."""
+
+    name = "grpc"
+    frame_bytes = DEFAULT_FRAME_BYTES
+    depth = 3
+    owns_payloads = True
+
+    def __init__(self, in_flight: asyncio.Semaphore, timeout_s: float) -> None:
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+
+    async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._in_flight.acquire()
+        except TimeoutError:
+            raise TransportFailed(f"no room in flight for {self._timeout_s} s") from None
+        try:
+            message = await copying(reader.num_bytes(plan), _message, reader, plan, sequence)
+        except BaseException:
+            self._in_flight.release()
+            raise
+        return Shipment(message, release=self._in_flight.release)
+
+
+def _message(reader: BlockReader, plan: FramePlan, sequence: int) -> bytes:
+    def fill(payload: memoryview) -> int | None:
+        return reader.read(plan, torch.frombuffer(payload, dtype=torch.uint8))
+
+    size = reader.num_bytes(plan)
+    return kv_wire.payload_frame(sequence, plan, size, reader.checksums, fill)
