@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
+SOAK ?= 900
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -64,8 +65,9 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/transfer.py $(ARGS)
 	@$(BIN)/python bench/router.py $(ARGS)
 
-chaos: setup ## Run the slow tests: kills, restarts, long runs
-	@$(BIN)/pytest -m slow -q $(ARGS)
+chaos: setup ## Run the slow tests: kills, restarts, long runs; then SOAK=900 seconds of faults
+	@$(BIN)/pytest -m "slow and not soak" -q $(ARGS)
+	@[ $(SOAK) = 0 ] || BATON_SOAK_S=$(SOAK) $(BIN)/pytest -m soak -q -s
 
 clean: ## Remove .venv, caches and build outputs
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -370,12 +370,13 @@ class Conductor:
         return plan
 
     async def _find(self, leg: Leg, full: set[str]) -> Plan:
-        """Workers not yet found full; after a failure other ones, or a revived one."""
+        """Workers not yet found full; after a failure other ones, or a revived one. A router that
+        was stopped for a while suspects everybody until the next heartbeats."""
         failed = {failure.worker.worker_id for failure in leg.failures}
         try:
             return self._plan(leg, full | failed)
         except NoWorker:
-            if not failed:
+            if not failed and not self.workers.doubted:
                 raise
         give_up_at = time.monotonic() + REVIVAL_S
         while True:

@@ -30,8 +30,8 @@ async def processes(
     folder = tmp_path_factory.mktemp(f"chaos-{request.param}")
     with Network(apart=namespaces_allowed()) as network:
         # A transport that failed in one test is to be used again in the next.
-        values = {"worker": {"transport": request.param}, "prefill": {"transport_retry_s": 0.1}}
-        async with chaos_cluster(tiny_chat.path, folder, network, **values) as cluster:
+        settings = {"workers": {"transport": request.param}, "prefill": {"transport_retry_s": 0.1}}
+        async with chaos_cluster(tiny_chat.path, folder, network, **settings) as cluster:
             cluster.transport = {"torch": "torch:gloo"}.get(request.param, request.param)
             yield cluster
 

@@ -9,7 +9,11 @@ from tests.chaos.test_faults import NO_HANG_S
 from tests.support.answers import Answer
 from tests.support.chaos_cluster import ChaosCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 BODY: dict[str, Any] = {
     "prompt": "One day a fox met a crow. " * 8,

@@ -11,7 +11,11 @@ from tests.support.answers import Answer
 from tests.support.chaos_cluster import ChaosCluster
 from tests.support.hosts import namespaces_allowed
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 BODY: dict[str, Any] = {
     "prompt": "The quick brown fox jumps over the lazy dog. " * 6,

@@ -12,7 +12,11 @@ from tests.chaos.test_faults import NO_HANG_S, assert_same
 from tests.support.answers import Answer, events_of
 from tests.support.chaos_cluster import COMPLETIONS, ChaosCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 LONG: dict[str, Any] = {
     "prompt": "It was a bright cold day in April, and the clocks were striking. " * 8,
@@ -142,7 +146,7 @@ async def test_a_dead_worker_costs_no_request_after_its_detection_and_serves_aft
     expected = await cluster.ask(**body)
     victim = cluster.nodes["decode-0"]
     in_flight = [asyncio.create_task(cluster.ask(**body)) for _ in range(4)]
-    before = await retries(cluster)
+    before = await cluster.retries()
     victim.kill()
     began = time.monotonic()
     while victim.name in await cluster.known():
@@ -150,21 +154,15 @@ async def test_a_dead_worker_costs_no_request_after_its_detection_and_serves_aft
         await asyncio.sleep(0.05)
     for answer in await asyncio.gather(*in_flight):
         assert_same(answer, expected)
-    detected = await retries(cluster)
+    detected = await cluster.retries()
     assert detected - before <= len(in_flight)
     for _ in range(50):
         assert_same(await cluster.ask(**body), expected)
-    assert await retries(cluster) == detected, "it was asked again"
+    assert await cluster.retries() == detected, "it was asked again"
     await cluster.restore()
     served = cluster.faults.by[victim.name, "decode.reserve"]
     await ask_all(cluster, [body] * 12)
     assert cluster.faults.by[victim.name, "decode.reserve"] > served, "it is not used again"
-
-
-async def retries(cluster: ChaosCluster) -> float:
-    async with cluster.client() as client:
-        lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("baton_retries_total{"))
 
 
 @pytest.mark.parametrize("processes", ["torch", "grpc"], indirect=True)

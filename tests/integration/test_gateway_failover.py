@@ -151,6 +151,20 @@ async def test_without_another_prefill_worker_the_request_starts_over_with_a_new
         assert sum(w.counters.calls for w in gateway.cluster.decodes) == 2
 
 
+async def test_a_request_waits_for_the_heartbeat_of_a_suspect_when_nobody_else_is_left(
+    model: TextModel,
+) -> None:
+    """After a router had been stopped for a while, it suspected everybody and answered 503."""
+    async with running_gateway(model, scripted(TEXT)) as gateway:
+        directory, (decode,) = gateway.cluster.directory, gateway.cluster.decodes
+        directory.remove(decode.worker_id)
+        directory.doubted = True
+        request = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(lambda: gateway.gateway.admission.running == 1)
+        directory.put(decode.record)
+        assert joined(await request) == (WHOLE, ["length"])
+
+
 async def test_replacements_of_prefill_count_as_attempts(model: TextModel) -> None:
     async with running_gateway(model, scripted(TEXT), prefills=5) as gateway:
         for worker in gateway.cluster.prefills:

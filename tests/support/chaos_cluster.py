@@ -20,7 +20,6 @@ from typing import Any
 
 import grpc
 import httpx
-import psutil
 
 from baton.cluster.child import die_with_parent
 from baton.cluster.redis_server import find_redis_server
@@ -31,8 +30,8 @@ from tests.support.fault_worker import NAME, SOCKET
 from tests.support.hosts import Host, Network
 
 COMPLETIONS = "/v1/completions"
-START_TIMEOUT_S = 60.0
-REST_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 150.0
+REST_TIMEOUT_S = 20.0
 NUM_BLOCKS = 256
 
 
@@ -91,12 +90,16 @@ class Node:
         self.cut_off = True
         self.host.cut()
 
-    def restore(self) -> None:
+    def heal(self) -> None:
         if self.cut_off:
             self.host.heal()
+        self.cut_off = False
+
+    def restore(self) -> None:
+        self.heal()
         if self.stopped:
             os.kill(self.pid, signal.SIGCONT)
-        self.cut_off = self.stopped = False
+        self.stopped = False
         if not self.alive:
             self.start()
 
@@ -118,22 +121,12 @@ class Node:
 
 
 @dataclass
-class Rest:
-    """What a worker has when nothing happens."""
-
-    num_descriptors: int
-    segments: set[str]
-
-
-@dataclass
 class ChaosCluster:
     """`ask` is a client; `assert_at_rest` says what a survivor still holds."""
 
     faults: FaultPoints
     transport: str = ""
     nodes: dict[str, Node] = field(default_factory=dict)
-    rests: dict[str, tuple[int, Rest]] = field(default_factory=dict)
-    """By name: the process id and its baseline."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -171,6 +164,13 @@ class ChaosCluster:
         point = {"prefill": "prefill.frame", "decode": "decode.reserve"}[role]
         return self.nodes[self.faults.last[point]]
 
+    async def retries(self) -> float:
+        """Attempts of requests after the first, since the router began."""
+        async with self.client() as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        counts = [line for line in lines if line.startswith("baton_retries_total{")]
+        return sum(float(line.split()[-1]) for line in counts)
+
     async def transport_used(self) -> str:
         """By the last hand-off."""
         links = (await info(self.busy("prefill"))).links
@@ -203,12 +203,6 @@ class ChaosCluster:
         return {record["worker_id"] for record in records}
 
     # --- rest ---------------------------------------------------------------------------------
-
-    def note_rest(self) -> None:
-        """What each process has open now is its baseline."""
-        for node in self.nodes.values():
-            descriptors = psutil.Process(node.pid).num_fds()
-            self.rests[node.name] = node.pid, Rest(descriptors, node.segments())
 
     async def wait_at_rest(self, timeout_s: float = REST_TIMEOUT_S) -> None:
         await _until(self.assert_at_rest, timeout_s)
@@ -261,34 +255,26 @@ async def chaos_cluster(
     network: Network,
     prefills: int = 2,
     decodes: int = 2,
-    worker: dict[str, Any] | None = None,
-    prefill: dict[str, Any] | None = None,
-    router: dict[str, Any] | None = None,
+    **settings: dict[str, Any],
 ) -> AsyncIterator[ChaosCluster]:
-    """Ready, with its baseline noted. Nothing of it is left afterwards."""
+    """Ready. Nothing of it is left afterwards. `settings`: of "workers" or of one role or name."""
     cluster = ChaosCluster(FaultPoints(folder))
     await cluster.faults.start()
     redis, url = _start_redis(network, folder)
     common = {"redis_url": url, "model": model}
-    values = {
-        **common,
-        "dtype": "float32",
-        "num_blocks": NUM_BLOCKS,
-        "chunk_size": 64,
-        "threads": 1,
-        **(worker or {}),
-    }
+    every = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "chunk_size": 64, "threads": 1}
+    every |= settings.get("workers", {})
+    names = [f"prefill-{i}" for i in range(prefills)] + [f"decode-{i}" for i in range(decodes)]
     try:
-        for name in [f"prefill-{i}" for i in range(prefills)] + [
-            f"decode-{i}" for i in range(decodes)
-        ]:
-            module = ["tests.support.fault_worker", name.partition("-")[0]]
-            special = prefill or {} if name.startswith("prefill") else {}
-            own = {**values, **special, "worker_id": name}
-            cluster.nodes[name] = _node(name, network, module, own, cluster.faults, folder)
-        cluster.nodes["router-0"] = _node(
-            "router-0", network, ["router"], {**common, **(router or {})}, cluster.faults, folder
-        )
+        for name in [*names, "router-0"]:
+            role = name.partition("-")[0]
+            own = settings.get(role, {}) | settings.get(name.replace("-", "_"), {})
+            if role == "router":
+                module, values = ["router"], common | own
+            else:
+                module = ["tests.support.fault_worker", role]
+                values = common | every | {"worker_id": name} | own
+            cluster.nodes[name] = _node(name, network, module, values, cluster.faults, folder)
         for node in cluster.nodes.values():
             node.start()
         await cluster.wait_ready()

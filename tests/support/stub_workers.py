@@ -396,6 +396,7 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.state = RegistryState.CONNECTED
         self.suspects: list[str] = []
+        self.doubted = False
         self._records: dict[str, WorkerRecord] = {}
         self._changed = asyncio.Event()
 

@@ -67,6 +67,11 @@ class Directory:
         """Live workers that are not suspect, sorted by worker id."""
         return self._snapshot
 
+    @property
+    def doubted(self) -> bool:
+        """Whether somebody is left out as a suspect, who may be back with the next heartbeat."""
+        return bool(self._suspicions)
+
     def suspect(self, worker_id: str, incarnation: str) -> None:
         """Takes a worker out of the snapshot until it proves to be alive."""
         self._suspicions[worker_id] = _Suspicion(incarnation, time.monotonic())
