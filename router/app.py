@@ -19,6 +19,7 @@ from router.gateway import Gateway, OnLoaded
 from router.openai import errors
 from router.openai.endpoint import CHAT, COMPLETIONS, Endpoint
 from router.openai.errors import ApiError
+from router.reports_api import reports_api
 from router.requests_api import requests_api
 from router.responses import JSON_TYPE, json_response
 
@@ -45,6 +46,7 @@ def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
     _add_models(app, gateway)
     _add_health(app, gateway)
     app.include_router(requests_api(gateway))
+    app.include_router(reports_api(gateway))
     return app
 
 

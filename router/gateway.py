@@ -110,6 +110,7 @@ class Gateway:
             await self.directory.wait_changed(RETRY_QUEUE_S)
             self.planner.saw_workers(self.directory.snapshot())
             self.admission.workers_changed()
+            self.ledgers.sample_pools(self.directory.snapshot())
             now = time.monotonic()
             last_seen.update((worker.address, now) for worker in self.directory.snapshot())
             # No call can be that old: closing a channel ends the calls that are still on it.

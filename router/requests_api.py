@@ -24,11 +24,11 @@ def requests_api(gateway: Gateway) -> APIRouter:
     @api.get("/{name}")
     async def one(name: str) -> Response:
         """By the request's id (`x-request-id`) or the id of its answer."""
-        ledger = gateway.ledgers.recent.find(name)
-        if ledger is None:
+        found = gateway.ledgers.find(name)
+        if found is None:
             raise ApiError(
                 f"No recent request has the id {name[:200]!r}.", 404, param="id", code="not_found"
             )
-        return json_response(ledger.as_json())
+        return json_response(found)
 
     return api

@@ -187,6 +187,35 @@ def explain(
     explain(Question(url, prompt, max_tokens, ttft_ms, tpot_ms), as_json)
 
 
+@app.command()
+def report(
+    sources: Annotated[
+        list[str] | None, typer.Argument(help="Routers (merged), or a saved file.")
+    ] = None,
+    window: Annotated[float, typer.Option(min=1, max=3600, help="Seconds back from now.")] = 3600,
+    model: Annotated[str, typer.Option(help="Only this model.")] = "",
+    tenant: Annotated[str, typer.Option(help="Only this tenant.")] = "",
+    worker: Annotated[str, typer.Option(help="Only what this worker served.")] = "",
+    html: Annotated[Path | None, typer.Option(help="Write one HTML file with plots.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write flat rows.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write recent requests as a trace for ui.perfetto.dev.")
+    ] = None,
+    compare: Annotated[bool, typer.Option(help="Show two sources side by side.")] = False,
+) -> None:
+    """Show where the time of the requests went, and why targets were missed."""
+    from baton.cli.report.command import Outputs, compare_two, report
+    from baton.cli.report.sources import Question
+    from baton.cluster.reports import Filters
+
+    question = Question(window, Filters(model, tenant, worker))
+    if compare:
+        compare_two(sources or [], question, json_path)
+    else:
+        report(sources or [LOCAL], question, Outputs(html, json_path, csv, perfetto))
+
+
 @app.command("kv-size")
 def kv_size(
     model: Annotated[str | None, typer.Argument(help="Model in the store, or a path.")] = None,

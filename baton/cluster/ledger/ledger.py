@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from baton.cluster.ledger.miss import Miss
 from baton.cluster.ledger.tiling import Phase, tile
 from baton.cluster.ledger.timeline import spans_of
 from baton.cluster.ledger.trail import DELIVERY_FIELDS, STEP_FIELDS, CallTrail, Trail
@@ -23,9 +24,16 @@ class Ledger:
     model: str = ""
     stream: bool = False
     n: int = 1
+    tenant: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
     num_prompt_tokens: int = 0
+    num_known_tokens: int = 0
+    """Prompt tokens that the best-matching worker held when the request was placed."""
     status: int = 0
     """HTTP status of the answer, of an error inside a stream too; 499: the client left."""
+    misses: list[Miss] | None = None
+    """Of its targets, with their causes; None until somebody has looked."""
     own: Trail = field(default_factory=Trail)
     trails: list[Trail] = field(default_factory=list)
     ended: float = 0.0
@@ -51,6 +59,13 @@ class Ledger:
         """Prompt tokens that the first attempt found in a prefix cache."""
         firsts = ([call for call in t.calls if call.attempt == 1] for t in self.trails)
         return sum(max((call.num_cached for call in calls), default=0) for calls in firsts)
+
+    @property
+    def known_share(self) -> float:
+        """Of the prompt tokens that were computed, those that some other worker held."""
+        computed = self.num_prompt_tokens - self.num_cached_tokens
+        known = self.num_known_tokens - self.num_cached_tokens
+        return min(max(known / computed, 0.0), 1.0) if computed > 0 else 0.0
 
     @property
     def num_steps(self) -> int:
@@ -118,6 +133,7 @@ class Ledger:
             "answer_id": self.answer_id,
             "endpoint": self.endpoint,
             "model": self.model,
+            "tenant": self.tenant,
             "status": self.status,
             "started_at": self.started_at,
             "stream": self.stream,
@@ -128,13 +144,16 @@ class Ledger:
             "prefill": self.workers("prefill"),
             "decode": self.workers("decode"),
             "attempts": self.attempts,
+            "ttft_target_ms": _maybe_ms(self.ttft_target_s),
+            "tpot_target_ms": _maybe_ms(self.tpot_target_s),
             "total_ms": _ms(self.ended - self.started),
             "ttft_ms": _maybe_ms(self.ttft_s),
             "tpot_ms": _maybe_ms(self.tpot_s),
         }
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.summary(), "timing": self.timing()}
+        missed = [miss.as_json() for miss in self.misses or ()]
+        return {**self.summary(), "misses": missed, "timing": self.timing()}
 
     def _shown(self, phase: Phase) -> dict[str, Any]:
         return {

@@ -1,0 +1,84 @@
+"""A quantile sketch that merges: DDSketch (Masson et al., VLDB 2019), at most 1,024 bins.
+
+Quantiles are within 1 % of a value that was seen; count, sum, least and largest are exact.
+"""
+
+from typing import Any, Self
+
+from ddsketch import LogCollapsingLowestDenseDDSketch
+from ddsketch.pb.proto import DDSketchProto, KeyMappingProto
+
+ACCURACY = 0.01
+MAX_BINS = 1024
+PERCENTS = (50, 90, 95, 99)
+
+
+class Sketch:
+    """Of values that are not negative."""
+
+    __slots__ = ("_sketch", "least", "most", "sum")
+
+    def __init__(self) -> None:
+        self._sketch = LogCollapsingLowestDenseDDSketch(ACCURACY, bin_limit=MAX_BINS)
+        self.sum = 0.0
+        self.least = float("inf")
+        self.most = float("-inf")
+
+    @property
+    def count(self) -> float:
+        return float(self._sketch.count)
+
+    def add(self, value: float) -> None:
+        self._sketch.add(value)
+        self.sum += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+
+    def merge(self, other: "Sketch") -> None:
+        self._sketch.merge(other._sketch)
+        self.sum += other.sum
+        self.least = min(self.least, other.least)
+        self.most = max(self.most, other.most)
+
+    def quantile(self, share: float) -> float:
+        """Raises ValueError when nothing was added."""
+        value = self._sketch.get_quantile_value(share)
+        if value is None:
+            raise ValueError("an empty sketch has no quantiles")
+        return min(max(float(value), self.least), self.most)
+
+    def figures(self, factor: float = 1.0) -> dict[str, float]:
+        """Count, mean, extremes and percentiles, times `factor`."""
+        if not self.count:
+            return {"count": 0}
+        shown = {f"p{percent}": self.quantile(percent / 100) for percent in PERCENTS}
+        shown |= {"mean": self.sum / self.count, "min": self.least, "max": self.most}
+        return {"count": self.count, **{name: value * factor for name, value in shown.items()}}
+
+    def as_json(self) -> dict[str, Any]:
+        """`bins`: [a value inside, how many] of every bin that is not empty."""
+        proto = DDSketchProto.to_proto(self._sketch)
+        store, mapping = proto.positiveValues, KeyMappingProto.from_proto(proto.mapping)
+        offset = store.contiguousBinIndexOffset
+        bins = [
+            [mapping.value(offset + index), count]
+            for index, count in enumerate(store.contiguousBinCounts)
+            if count
+        ]
+        return {
+            "zeros": proto.zeroCount,
+            "bins": bins,
+            "sum": self.sum,
+            "min": self.least if self.count else None,
+            "max": self.most if self.count else None,
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Self:
+        made = cls()
+        for value, count in [(0.0, raw["zeros"]), *raw["bins"]]:
+            if count:
+                made._sketch.add(value, count)
+        if made.count:
+            made.sum, made.least, made.most = raw["sum"], raw["min"], raw["max"]
+        return made

@@ -1,0 +1,34 @@
+"""`GET /v1/reports`: figures over the requests of the last hour, filtered; or the raw slots."""
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from baton.cluster.reports import Filters, build_report
+from baton.cluster.reports.window import SPAN_S
+from router.gateway import Gateway
+from router.responses import json_response
+
+Name = Annotated[str, Query(max_length=200)]
+
+
+def reports_api(gateway: Gateway) -> APIRouter:
+    api = APIRouter(prefix="/v1/reports")
+
+    @api.get("")
+    async def report(
+        window: Annotated[float, Query(gt=0, le=SPAN_S)] = SPAN_S,
+        model: Name = "",
+        tenant: Name = "",
+        worker: Name = "",
+        raw: bool = False,
+    ) -> Response:
+        """`window` in seconds, back from now. `raw`: what `baton report` merges over routers."""
+        now = time.time()
+        slots = gateway.ledgers.window.since(now - window)
+        if raw:
+            return json_response({"now": now, "slots": [slot.as_json() for slot in slots]})
+        return json_response(build_report(slots, Filters(model, tenant, worker), now))
+
+    return api
