@@ -63,6 +63,7 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/engine.py $(ARGS)
 	@$(BIN)/python bench/handoff.py $(ARGS)
 	@$(BIN)/python bench/transfer.py $(ARGS)
+	@$(BIN)/python bench/ledger.py $(ARGS)
 	@$(BIN)/python bench/router.py $(ARGS)
 
 chaos: setup ## Run the slow tests: kills, restarts, long runs; then SOAK=900 seconds of faults

@@ -36,13 +36,18 @@ class Timed:
 
 
 async def timed_post(
-    port: int, path: str, body: dict[str, Any], request_id: str, leave_after_bytes: int = 0
+    port: int,
+    path: str,
+    body: dict[str, Any],
+    request_id: str,
+    leave_after_bytes: int = 0,
+    timing: bool = True,
 ) -> Timed:
     """With `leave_after_bytes` the client closes the connection once it has read so much."""
     payload = orjson.dumps(body)
     head = (
         f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-        f"x-request-id: {request_id}\r\nx-baton-timing: 1\r\n"
+        f"x-request-id: {request_id}\r\nx-baton-timing: {int(timing)}\r\n"
         f"content-length: {len(payload)}\r\n\r\n"
     ).encode()
     timed = Timed(request_id)

@@ -147,3 +147,8 @@ def test_pools_are_averaged_and_their_peak_kept() -> None:
         row for row in build_report(window.slots, Filters(), 110)["workers"] if row["worker"] == "d"
     ]
     assert row["kv_pool"] == {"mean": pytest.approx(0.4), "max": 0.6}
+
+
+def test_phases_stand_in_the_order_of_a_request() -> None:
+    phases = list(report(collect(served()))["phases"])  # type: ignore[call-overload]
+    assert phases.index("admission") < phases.index("prefill") < phases.index("decode_step")

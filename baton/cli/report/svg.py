@@ -6,9 +6,11 @@ has a title that screen readers say.
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 
-WIDTH, ROW, LEFT, RIGHT = 640, 22, 150, 70
+WIDTH, ROW, LEFT, RIGHT = 640, 22, 150, 100
+AXIS = 75
 HEIGHT = 200
 COLOURS = tuple(f"var(--c{index})" for index in range(6))
 Points = Sequence[tuple[float, float]]
@@ -17,17 +19,17 @@ Points = Sequence[tuple[float, float]]
 def lines(
     title: str, series: Mapping[str, Points], unit: str = "", top: float | None = None
 ) -> str:
-    """Points are (seconds, value); gaps in time are not bridged over."""
+    """Points are (Unix seconds, value)."""
     points = [point for each in series.values() for point in each]
     if not points:
         return _empty(title)
     start, end = min(x for x, _ in points), max(x for x, _ in points)
     highest = top or _nice(max(y for _, y in points))
-    width, height = WIDTH - LEFT, HEIGHT - 40
+    width, height = WIDTH - AXIS - 10, HEIGHT - 40
 
     def place(x: float, y: float) -> str:
         across = (x - start) / (end - start) if end > start else 0.5
-        return f"{60 + across * width:.1f},{height + 10 - min(y / highest, 1) * height:.1f}"
+        return f"{AXIS + across * width:.1f},{height + 10 - min(y / highest, 1) * height:.1f}"
 
     body = _grid(highest, unit, height, width)
     for colour, (name, each) in zip(_cycle(len(series)), series.items(), strict=True):
@@ -38,6 +40,8 @@ def lines(
             path = " ".join(place(*point) for point in each)
             body += f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2">'
             body += f"<title>{escape(name)}</title></polyline>"
+    for x, anchor, at in ((AXIS, "start", start), (WIDTH - 10, "end", end)):
+        body += f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_clock(at)}</text>'
     return _figure(title, body, HEIGHT, list(series))
 
 
@@ -50,7 +54,7 @@ def bars(title: str, rows: Mapping[str, float], unit: str = "") -> str:
         length = value / highest * (WIDTH - LEFT - RIGHT)
         body += _label(index, name)
         body += _bar(index, LEFT, length, COLOURS[0], f"{name}: {value:,.2f}{unit}")
-        body += _value(index, LEFT + length, f"{value:,.4g}{unit}")
+        body += _value(index, LEFT + length, f"{short(value)}{unit}")
     return _figure(title, body, ROW * len(rows) + 8)
 
 
@@ -65,7 +69,7 @@ def ranges(title: str, rows: Mapping[str, Mapping[str, float]], unit: str = " ms
 
     def place(value: float) -> float:
         inside = math.log(max(value, low) / low) / span
-        return LEFT + inside * (WIDTH - LEFT - 2 * RIGHT)
+        return LEFT + inside * (WIDTH - LEFT - 1.5 * RIGHT)
 
     body = ""
     for index, (name, row) in enumerate(rows.items()):
@@ -77,7 +81,7 @@ def ranges(title: str, rows: Mapping[str, Mapping[str, float]], unit: str = " ms
         body += (
             f'<rect x="{mark:.1f}" y="{index * ROW + 6}" width="2" height="14" fill="var(--ink)"/>'
         )
-        body += _value(index, end, f"{row['p50']:,.3g} – {row['p99']:,.3g}{unit}")
+        body += _value(index, end, f"{short(row['p50'])} – {short(row['p99'])}{unit}")
     return _figure(title + " (p50 to p99, mark at p90, log scale)", body, ROW * len(rows) + 8)
 
 
@@ -92,9 +96,20 @@ def waterfall(title: str, rows: Mapping[str, float], unit: str = " ms") -> str:
         told = f"{name}: {value:,.2f}{unit}"
         body += _label(index, name)
         body += _bar(index, LEFT + at * scale, max(value * scale, 1), colour, told)
-        body += _value(index, LEFT + (at + value) * scale, f"{value:,.3g}{unit}")
+        body += _value(index, LEFT + (at + value) * scale, f"{short(value)}{unit}")
         at += value
     return _figure(title, body, ROW * len(rows) + 8)
+
+
+def short(value: float) -> str:
+    """Three digits, never an exponent."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if 0 < abs(value) < 0.1 else f"{value:,.3g}"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S")
 
 
 def _figure(title: str, body: str, height: int, legend: Sequence[str] = ()) -> str:
@@ -117,9 +132,9 @@ def _grid(highest: float, unit: str, height: int, width: int) -> str:
     body = ""
     for part in range(5):
         y = height + 10 - height * part / 4
-        body += f'<path d="M60 {y:.1f}h{width}" stroke="var(--line)"/>'
-        shown = f"{highest * part / 4:,.3g}{unit}"
-        body += f'<text x="55" y="{y + 4:.1f}" text-anchor="end">{shown}</text>'
+        body += f'<path d="M{AXIS} {y:.1f}h{width}" stroke="var(--line)"/>'
+        shown = f"{short(highest * part / 4)}{unit}"
+        body += f'<text x="{AXIS - 5}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>'
     return body
 
 

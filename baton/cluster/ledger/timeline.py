@@ -33,6 +33,29 @@ RANKS = {
     "admission": WAIT,
 }
 """Every phase but the gaps (`rpc`), by what counts first."""
+ORDER = (
+    "receive",
+    "tokenise",
+    "admission",
+    "placement",
+    "reserve",
+    "retry",
+    "prefill_queue",
+    "prefill",
+    "rpc",
+    "detokenise",
+    "flush",
+    "client_wait",
+    "kv_transfer",
+    "decode_admit",
+    "first_decode_step",
+    "decode_step",
+    "decode_wait",
+    "preempted",
+    "recompute",
+    "migration",
+)
+"""As a request goes through them."""
 
 
 def spans_of(trails: Iterable[Trail]) -> Iterator[Span]:

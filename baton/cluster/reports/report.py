@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.cluster.ledger.timeline import ORDER
 from baton.cluster.reports.group import Group, Key
 from baton.cluster.reports.sketch import Sketch
 from baton.cluster.reports.window import Slot
@@ -104,17 +105,25 @@ def _named(group: Group, prefix: str, factor: float) -> dict[str, dict[str, floa
         for name, sketch in group.sketches.items()
         if name.startswith(prefix)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items(), key=lambda item: _place(item[0])))
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Phases as a request goes through them, batch sizes by number."""
+    if name.isdigit():
+        return int(name), name
+    return ORDER.index(name) if name in ORDER else len(ORDER), name
 
 
 def _means(group: Group, prefix: str) -> dict[str, float]:
     """Mean milliseconds per request with phases; a phase that a request lacks counts as 0."""
     count = group.counters["with_phases"] or 1
-    return {
+    found = {
         name.removeprefix(prefix): sketch.sum * MS / count
-        for name, sketch in sorted(group.sketches.items())
+        for name, sketch in group.sketches.items()
         if name.startswith(prefix)
     }
+    return dict(sorted(found.items(), key=lambda item: _place(item[0])))
 
 
 def _misses(group: Group) -> dict[str, dict[str, float]]:
