@@ -33,7 +33,7 @@ from router.openai.prepare import Limits, Prepared, prepare_chat, prepare_comple
 from router.openai.schema import Body, ChatBody, CompletionBody, parse
 from router.openai.slo import Wishes, wishes
 from router.openai.sse import DONE, error_event
-from router.placement.explain import explained
+from router.placement.explain import explained, foreseen
 from router.text import TextModel
 
 _log = logging.getLogger(__name__)
@@ -147,6 +147,7 @@ class Endpoint:
         targets = gateway.default_targets.targets(
             asked.targets, asked.priority, gateway.served_name, asked.tenant
         )
+        ledger.aims(asked.tenant, targets.ttft_s, targets.tpot_s)
         now = asyncio.get_running_loop().time()
         return [
             Job(
@@ -230,6 +231,7 @@ class Endpoint:
     ) -> None:
         metrics, now = self._gateway.metrics, time.monotonic()
         metrics.e2e.observe(now - started)
+        call.ledger.placement = foreseen(served[0].plan, served[0].alternatives)
         for job, output, found in zip(call.jobs, outputs, served, strict=True):
             metrics.prompt_tokens.inc(len(job.prompt_token_ids))
             metrics.cached_tokens.inc(found.num_cached_tokens)

@@ -41,6 +41,14 @@ def explained(
     }
 
 
+def foreseen(chosen: Plan | None, others: Sequence[Plan]) -> dict[str, Any] | None:
+    """What was predicted of the chosen plan and, where that was asked, of the best other one."""
+    if chosen is None:
+        return None
+    other = next((plan for plan in others if not _same(plan, chosen)), None)
+    return {"chosen": _plan(chosen), "other": other and _plan(other)}
+
+
 def _plan(plan: Plan) -> dict[str, Any]:
     times = {f"{name}_ms": _millis(getattr(plan.cost, f"{name}_s")) for name in _TIMES}
     return {

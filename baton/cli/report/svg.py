@@ -40,8 +40,8 @@ def lines(
             path = " ".join(place(*point) for point in each)
             body += f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2">'
             body += f"<title>{escape(name)}</title></polyline>"
-    for x, anchor, at in ((AXIS, "start", start), (WIDTH - 10, "end", end)):
-        body += f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_clock(at)}</text>'
+    for edge, anchor, at in ((AXIS, "start", start), (WIDTH - 10, "end", end)):
+        body += f'<text x="{edge}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_clock(at)}</text>'
     return _figure(title, body, HEIGHT, list(series))
 
 

@@ -1,5 +1,6 @@
 """One request from its arrival at the router to its last byte, as figures and as phases."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +35,8 @@ class Ledger:
     """HTTP status of the answer, of an error inside a stream too; 499: the client left."""
     misses: list[Miss] | None = None
     """Of its targets, with their causes; None until somebody has looked."""
+    placement: dict[str, Any] | None = None
+    """What was predicted of the placement, and of another one."""
     own: Trail = field(default_factory=Trail)
     trails: list[Trail] = field(default_factory=list)
     ended: float = 0.0
@@ -43,6 +46,12 @@ class Ledger:
         made = Trail()
         self.trails.append(made)
         return made
+
+    def aims(self, tenant: str, ttft_s: float, tpot_s: float) -> None:
+        """Whose it is and what it wants; infinity asks for nothing."""
+        self.tenant = tenant
+        self.ttft_target_s = None if math.isinf(ttft_s) else ttft_s
+        self.tpot_target_s = None if math.isinf(tpot_s) else tpot_s
 
     def end(self, status: int, now: float) -> None:
         self.status = status
@@ -153,7 +162,12 @@ class Ledger:
 
     def as_json(self) -> dict[str, Any]:
         missed = [miss.as_json() for miss in self.misses or ()]
-        return {**self.summary(), "misses": missed, "timing": self.timing()}
+        return {
+            **self.summary(),
+            "misses": missed,
+            "placement": self.placement,
+            "timing": self.timing(),
+        }
 
     def _shown(self, phase: Phase) -> dict[str, Any]:
         return {
