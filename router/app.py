@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from baton.cluster.registry import RegistryState
+from router.dashboard import dashboard_api
 from router.exchange import request_id_of
 from router.gateway import Gateway, OnLoaded
 from router.openai import errors
@@ -47,6 +48,7 @@ def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
     _add_health(app, gateway)
     app.include_router(requests_api(gateway))
     app.include_router(reports_api(gateway))
+    app.include_router(dashboard_api())
     return app
 
 

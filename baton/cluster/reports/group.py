@@ -58,6 +58,10 @@ class Group:
         self.count("cached_tokens", ledger.num_cached_tokens)
         self.count("output_tokens", ledger.num_output_tokens)
         self.count("retried", ledger.attempts > 1)
+        if ledger.placement is not None:
+            self.count("predicted")
+            for name in ("ttft", "tpot"):
+                self.count(f"predicted_{name}_ms", ledger.placement["chosen"][f"{name}_ms"] or 0.0)
         self._latencies(ledger)
 
     def _latencies(self, ledger: Ledger) -> None:

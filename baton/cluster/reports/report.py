@@ -85,6 +85,8 @@ def _figures(group: Group, seconds: float) -> dict[str, Any]:
         "output_throughput": _ratio(counters["output_tokens"], seconds),
         "attainment": _ratio(kept, kept + missed),
         "goodput": _ratio(counters["good"], seconds),
+        "predicted_ttft_ms": _ratio(counters["predicted_ttft_ms"], counters["predicted"]),
+        "predicted_tpot_ms": _ratio(counters["predicted_tpot_ms"], counters["predicted"]),
         "ttft_ms": _figures_of(group, "ttft", MS),
         "tpot_ms": _figures_of(group, "tpot", MS),
         "e2e_ms": _figures_of(group, "e2e", MS),
@@ -155,7 +157,16 @@ def _workers(slots: Sequence[Slot], filters: Filters, seconds: float) -> list[di
 
 def _row(group: Group, seconds: float) -> dict[str, Any]:
     shown = _figures(group, seconds)
-    names = ("requests", "hit_rate", "output_throughput", "attainment", "ttft_ms", "tpot_ms")
+    names = (
+        "requests",
+        "hit_rate",
+        "output_throughput",
+        "attainment",
+        "ttft_ms",
+        "tpot_ms",
+        "predicted_ttft_ms",
+        "predicted_tpot_ms",
+    )
     return {name: shown[name] for name in names}
 
 
