@@ -11,6 +11,7 @@ from baton.worker.faults import status_of_faults
 from baton.worker.status import WorkerStatus
 from baton.worker.translate import (
     continuation_of,
+    due_at,
     output_to_pb,
     prompt_from_pb,
     sampling_from_pb,
@@ -55,6 +56,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             output=output,
             choice=choice,
             cache_salt=request.cache_salt,
+            due_at=due_at(request, time.monotonic()),
             prefill_here=request.prefill_here,
         )
 

@@ -5,6 +5,7 @@ preempted: one mixed batch per step.
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -33,6 +34,8 @@ class GenerateJob:
     output: list[int] = field(default_factory=list)
     choice: int | None = None
     """With `output`: one choice that goes on here."""
+    due_at: float = math.inf
+    """When the first token is wanted, by this process's monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class DecodeWorker:
             fingerprint=config.fingerprint,
             kv_dtype=config.kv_dtype,
             cache_salt=job.cache_salt,
+            due_at=job.due_at,
         )
 
     def stop_choice(self, reservation_id: str, choice: int) -> bool:

@@ -11,6 +11,7 @@ from baton.v1 import prefill_pb2 as pb
 from baton.worker.faults import status_of_faults
 from baton.worker.translate import (
     continuation_of,
+    due_at,
     output_to_pb,
     prompt_from_pb,
     sampling_from_pb,
@@ -50,6 +51,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             output=output,
             choice=choice,
             cache_salt=request.cache_salt,
+            due_at=due_at(request, time.monotonic()),
             open_sender=partial(self._pairs.sender, request.destination)
             if has_destination
             else None,

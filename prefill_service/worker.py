@@ -5,6 +5,7 @@ hand-off ship what is complete, and shows the first tokens before the KV has lan
 """
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ class PrefillJob:
     output: list[int] = field(default_factory=list)
     choice: int | None = None
     """With `output`: one choice that goes on here."""
+    due_at: float = math.inf
+    """When the first token is wanted, by this process's monotonic clock."""
     open_sender: Callable[[Sequence], KVSender] | None = None
     held_blocks: Collection[int] = ()
 
@@ -124,6 +127,7 @@ class PrefillWorker:
             fingerprint=config.fingerprint,
             kv_dtype=config.kv_dtype,
             cache_salt=job.cache_salt,
+            due_at=job.due_at,
         )
 
     async def _follow(

@@ -174,6 +174,15 @@ class BlockManager:
         hashes = self._reusable_hashes(seq)
         return self.match_prefix(hashes) if self.window is None else self._match_window(hashes)
 
+    def next_missing(self, seq: TokenSequence) -> tuple[int, bytes] | None:
+        """Position and hash of the first block that `seq` could reuse if it were cached; None
+        when there is none, and where caching by prefix does not apply."""
+        if not self.enable_prefix_cache or self.window is not None:
+            return None
+        hashes = self._reusable_hashes(seq)
+        known = len(self.match_prefix(hashes))
+        return (known, hashes[known]) if known < len(hashes) else None
+
     def known_of_handoff(self, seq: TokenSequence) -> list[int]:
         """Leading blocks that a hand-off of all of `seq`'s tokens need not bring: outside every
         window of what follows, or cached here."""

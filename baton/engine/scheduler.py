@@ -1,7 +1,7 @@
 """What the next step computes. Plain Python: no torch, no I/O, no clock.
 
-Both schedulers form ragged batches of chunks under one token budget. `PrefillScheduler`
-runs prompts in order of arrival and holds them once computed, for the hand-off.
+Both schedulers form ragged batches of chunks under one token budget, the prompt with the
+earliest deadline first. `PrefillScheduler` holds prompts once computed, for the hand-off.
 `DecodeScheduler` batches continuously: every running sequence gets its token each step,
 what is left of the budget goes to prompts (mixed batches), and when blocks run out the
 youngest sequence is preempted and computed again later.
@@ -134,14 +134,42 @@ class Scheduler:
         return self.blocks.can_take(num_new_blocks, reused)
 
     def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
-        """Chunks of started prompts first, then prompts from the queue, in order."""
+        """Chunks of prompts, started or not, the most urgent first: a step is the longest that
+        a more urgent one waits for. A prompt whose next block another one computes waits for
+        it, and that one moves up to its place: nothing is computed twice."""
         scheduled = {item.seq.seq_id for item in batch.items}
-        for seq in self.running:
-            if budget and seq.seq_id not in scheduled:
+        prompts = [seq for seq in self.running if seq.seq_id not in scheduled]
+        out_of_room = False
+        for seq in sorted([*prompts, *self.waiting], key=_urgency):
+            if budget <= 0:
+                return
+            if seq.status is SequenceStatus.WAITING:
+                if out_of_room:
+                    continue
+                if (ahead := self._computing_for(seq, prompts)) is not None:
+                    seq = ahead
+                elif self._start(seq):
+                    self.waiting.remove(seq)
+                    prompts.append(seq)
+                else:
+                    out_of_room = True  # whoever comes later does not take its blocks
+                    continue
+            if seq.seq_id not in scheduled:
+                scheduled.add(seq.seq_id)
                 budget -= self._chunk(seq, batch, budget)
-        while budget and self.waiting and self._start(self.waiting[0]):
-            seq = self.waiting.popleft()
-            budget -= self._chunk(seq, batch, budget)
+
+    def _computing_for(self, seq: Sequence, prompts: ListOf[Sequence]) -> Sequence | None:
+        """A started prompt that will have computed the next block that `seq` lacks."""
+        if not prompts or (missing := self.blocks.next_missing(seq)) is None:
+            return None
+        position, wanted = missing
+        size = self.blocks.block_size
+        for other in prompts:
+            if other.num_initial_tokens >= (position + 1) * size > other.num_computed_tokens:
+                hashes = other.full_block_hashes(size, (position + 1) * size)
+                if hashes[position] == wanted:
+                    return other
+        return None
 
     @staticmethod
     def _chunk(seq: Sequence, batch: ScheduledBatch, budget: int) -> int:
@@ -188,8 +216,13 @@ class Scheduler:
         return StepOutput(seq, token, choice, index, reason, progress)
 
 
+def _urgency(seq: Sequence) -> tuple[bool, float, int]:
+    """What was preempted comes back first, then the earliest deadline, then the first come."""
+    return not seq.num_preemptions, seq.due_at, seq.arrival
+
+
 class PrefillScheduler(Scheduler):
-    """First come, first served; a computed prompt is held until `end` is called."""
+    """The earliest deadline first; a computed prompt is held until `end` is called."""
 
     def _fill(self, batch: ScheduledBatch) -> None:
         self._schedule_prefills(batch, self.config.chunk_size)

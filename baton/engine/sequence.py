@@ -6,6 +6,7 @@ Before its first token a request with n > 1 is a single sequence that draws n to
 """
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Sequence:
         fingerprint: str = "",
         kv_dtype: str = "bfloat16",
         cache_salt: str = "",
+        due_at: float = math.inf,
     ) -> None:
         self.seq_id = next(_ids)
         self.group = self.seq_id
@@ -64,6 +66,8 @@ class Sequence:
         self.choices: tuple[int, ...] = tuple(range(sampling.n)) if choice is None else (choice,)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.due_at = due_at
+        """When its first token is wanted, on the clock of its worker; prompts are ordered by it."""
         self.started_at: float | None = None
         """Monotonic clock of this process when its first step began; set by the engine."""
         self.prefill_steps = StepTotals()

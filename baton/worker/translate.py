@@ -123,6 +123,17 @@ def first_token_from_pb(message: pb.Token) -> FirstToken:
     return FirstToken(message.choice, token, message.index, _REASON_FROM_PB[message.finish_reason])
 
 
+# A prompt without a deadline, or whose deadline has passed already, is due after so long: others
+# go first for a while, but not for ever.
+PATIENCE_S = 10.0
+
+
+def due_at(request: PrefillRequest | GenerateRequest, now: float) -> float:
+    """On the clock of `now`."""
+    left_s = request.deadline_s if request.HasField("deadline_s") else 0.0
+    return now + (min(left_s, PATIENCE_S) if left_s > 0 else PATIENCE_S)
+
+
 def totals_to_pb(totals: StepTotals) -> pb.StepTotals:
     return pb.StepTotals(**asdict(totals))
 
