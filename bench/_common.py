@@ -22,6 +22,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+# The folder of a script comes first in the path: bench/router.py would hide the router's package.
+if Path(sys.path[0]).resolve() == Path(__file__).parent:
+    sys.path.append(sys.path.pop(0))
+
 
 @dataclass(frozen=True)
 class Figure:

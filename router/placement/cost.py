@@ -56,12 +56,14 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A placement. `prefill=None`: decode prefills itself. `decode=None`: prefill is enough.
-    `miss`: by which part the targets are predicted to be missed; 0 when they are met."""
+    `miss`: by which part promises are predicted to be missed, 0 when all are kept; what of it
+    is other requests' is `others_miss`."""
 
     prefill: WorkerRecord | None
     decode: WorkerRecord | None
     cost: Cost
     miss: float = 0.0
+    others_miss: float = 0.0
 
     @property
     def rank(self) -> tuple[float, float, bool, int, str, str]:
@@ -70,16 +72,18 @@ class Plan:
         return self.miss, self.cost.total_s, not self.prefill, self.cost.ahead, ids[0], ids[1]
 
 
-def miss_of(cost: Cost, targets: Targets, tightest_tpot_s: float, needs_decode: bool) -> float:
-    """0, or how far the worst promises are missed: the newcomer's, and those that were kept so
-    far to others, which weigh half as much with each step of its priority."""
-    own = over(cost.ttft_s, targets.ttft_s)
-    if not needs_decode:
-        return own
-    own += over(cost.tpot_s, targets.tpot_s)
+def own_miss(cost: Cost, targets: Targets, needs_decode: bool) -> float:
+    """0, or how far the newcomer's targets are missed."""
+    late = over(cost.ttft_s, targets.ttft_s)
+    return late + over(cost.tpot_s, targets.tpot_s) if needs_decode else late
+
+
+def others_miss(cost: Cost, targets: Targets, tightest_tpot_s: float) -> float:
+    """0, or how far promises to others are missed that were kept so far. They weigh half as much
+    with each step of the newcomer's priority."""
     kept_s = max(tightest_tpot_s, cost.others_before_s)
     rank = max(-10, min(targets.priority, 10))
-    return own + over(cost.others_after_s, kept_s) * 2.0**-rank
+    return over(cost.others_after_s, kept_s) * 2.0**-rank
 
 
 def over(predicted_s: float, target_s: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from baton.cluster.errors import Overloaded, WorkerUnavailable
 from baton.cluster.settings import DecodePrefills
 from baton.cluster.workers import KVLayout, Role
-from router.placement.cost import Cost, Plan, miss_of, over
+from router.placement.cost import Cost, Plan, others_miss, over, own_miss
 from router.placement.facts import Candidate, RequestFacts
 from router.placement.pricing import Pricing
 from router.predictor import Predictor
@@ -85,8 +85,7 @@ class Options:
     # --- ways and their costs ---------------------------------------------------------------
 
     def pair(self, prefill: Candidate, decode: Candidate) -> Plan:
-        cost = self._pricing.pair(prefill, decode)
-        return Plan(prefill.record, decode.record, cost, self._miss(cost, decode))
+        return self._plan(prefill, decode, self._pricing.pair(prefill, decode))
 
     def prefill_only(self, prefill: Candidate) -> Plan:
         """For a request of one token."""
@@ -94,8 +93,7 @@ class Options:
         return Plan(prefill.record, None, cost, over(cost.ttft_s, self.request.targets.ttft_s))
 
     def decode_alone(self, decode: Candidate) -> Plan:
-        cost = self._pricing.decode_alone(decode)
-        return Plan(None, decode.record, cost, self._miss(cost, decode))
+        return self._plan(None, decode, self._pricing.decode_alone(decode))
 
     def plan(self, prefill: Candidate | None, decode: Candidate | None) -> Plan:
         """The way that uses just these two."""
@@ -118,9 +116,11 @@ class Options:
         harm_s = after + self._pricing.decode_harm_s(decode)
         return late, harm_s, -decode.cached_tokens, decode.requests, decode.record.worker_id
 
-    def _miss(self, cost: Cost, decode: Candidate) -> float:
-        needs_decode = self.request.needs_decode
-        return miss_of(cost, self.request.targets, decode.tightest_tpot_s, needs_decode)
+    def _plan(self, prefill: Candidate | None, decode: Candidate, cost: Cost) -> Plan:
+        targets = self.request.targets
+        others = others_miss(cost, targets, decode.tightest_tpot_s)
+        own = own_miss(cost, targets, self.request.needs_decode)
+        return Plan(prefill and prefill.record, decode.record, cost, own + others, others)
 
     # --- who may serve ----------------------------------------------------------------------
 

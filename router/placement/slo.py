@@ -1,21 +1,25 @@
 """The joint choice: the cheapest placement that keeps every promise, else the least broken one.
 
 Prefill and decode workers are ranked by themselves first, and only the best of both as pairs:
-nothing but the transfer depends on the two of them at once.
+nothing but the transfer depends on the two of them at once. Rather than break a promise to those
+who decode already, a request waits until one of them has ended, unless its priority is raised.
 """
 
 from heapq import nsmallest
 
+from baton.cluster.workers import Role
 from router.placement.cost import Plan
-from router.placement.options import Options
+from router.placement.options import NoRoom, Options
 
 FINALISTS = 3
 
 
 class Slo:
     def choose(self, options: Options) -> Plan:
-        """The best of `plans`."""
-        return min(self.plans(options), key=lambda plan: plan.rank)
+        best = min(self.plans(options), key=lambda plan: plan.rank)
+        if best.others_miss and options.request.targets.priority <= 0:
+            raise NoRoom(Role.DECODE)
+        return best
 
     def plans(self, options: Options) -> list[Plan]:
         best = nsmallest(FINALISTS, options.prefills, key=options.prefill_rank)

@@ -201,13 +201,24 @@ def test_others_promises_are_kept_unless_the_newcomer_ranks_higher() -> None:
     assert names(plan(prefill(), tight, crowded, facts=first))[1] == "tight"
 
 
+def test_a_request_waits_rather_than_break_the_promises_to_those_who_decode() -> None:
+    """Those who were decoding lost their targets as soon as load was above what decode can do."""
+    promised = decode("d", 20, 2000, tightest_tpot_s=0.065)
+    facts = dataclasses.replace(FACTS, targets=Targets(tpot_s=0.1))
+    with pytest.raises(NoRoom, match="decode"):
+        plan(prefill(), promised, facts=facts)
+    raised = dataclasses.replace(facts, targets=Targets(tpot_s=0.1, priority=1))
+    assert names(plan(prefill(), promised, facts=raised)) == ("p", "d")
+    assert names(plan(prefill(), decode("d", 20, 2000), facts=facts)) == ("p", "d")
+
+
 def test_a_short_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
     auto = Rules(decode_prefills="auto")
     short = RequestFacts(16, 50, 1)
     busy = prefill(requests=1, tokens=1000)
     assert names(plan(busy, decode(), facts=short, rules=auto)) == (None, "d")
     long = RequestFacts(1500, 50, 1)
-    crowd = decode(requests=30, tokens=3000, tightest_tpot_s=0.09)
+    crowd = decode(requests=30, tokens=3000, tightest_tpot_s=0.2)
     assert names(plan(prefill(), crowd, facts=long, rules=auto)) == ("p", "d")
 
 

@@ -1,0 +1,169 @@
+"""Goodput of the slo policy beside the other policies and one colocated pool, on four workloads.
+
+Two prefill and two decode workers, or four colocated ones, run in virtual time (`_sim.py`) around
+the router's own placement, predictor and queue. Goodput is requests per second that meet both
+targets. Each workload is replayed at a few rates around saturation; a ratio is of the goodputs
+summed over the rates, so that no policy can win by one lucky rate.
+
+    python bench/slo.py [--quick] [--json FILE] [--traces DIR] [--speed gpu|cpu]
+
+DIR holds the public traces azure2023_conv.csv, azure2023_code.csv and
+mooncake_conversation_trace.first5000.jsonl; without it, generated ones with like lengths.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from _common import Report, parser
+from _sim import SPEEDS, Arrival, Simulation, Speed, make_workers
+
+from baton.loadgen.traces import MOONCAKE_BLOCK, read_trace
+from router.placement import Rules
+from router.predictor import Phase
+from router.targets import Targets
+
+TARGETS = Targets(ttft_s=1.0, tpot_s=0.05)
+POLICIES = ("slo", "round_robin", "least_loaded", "prefix", "power_of_two")
+RATES = (0.5, 0.7, 0.9)
+MOONCAKE_SCALE = 1 / 16
+GENERATED_BLOCK = 64
+# Blocks of the prefix cache of one worker, about 65,000 tokens.
+CACHE_TOKENS = 65_536
+
+
+def azure(name: str) -> Callable[[Path, int], list[Arrival]]:
+    def load(folder: Path, count: int) -> list[Arrival]:
+        rows = read_trace(folder / f"azure2023_{name}.csv", count)
+        return [Arrival(row.at_s, row.input_tokens, row.output_tokens) for row in rows]
+
+    return load
+
+
+def mooncake(folder: Path, count: int) -> list[Arrival]:
+    """Lengths and blocks divided by 16."""
+    rows = read_trace(folder / "mooncake_conversation_trace.first5000.jsonl", count)
+    rng = random.Random(0)
+    return [
+        Arrival(
+            row.at_s + rng.uniform(0, 3),  # the recorded times are rounded to 3 s
+            max(1, round(row.input_tokens * MOONCAKE_SCALE)),
+            max(1, round(row.output_tokens * MOONCAKE_SCALE)),
+            row.blocks,
+        )
+        for row in rows
+    ]
+
+
+def generated(mean_input: float, mean_output: float) -> Callable[[Path, int], list[Arrival]]:
+    """Poisson arrivals with log-normal lengths, for when there is no trace."""
+
+    def load(_: Path, count: int) -> list[Arrival]:
+        rng, now, arrivals = random.Random(1), 0.0, []
+        for _ in range(count):
+            now += rng.expovariate(1.0)
+            sizes = [
+                max(1, min(16_000, round(mean * rng.lognormvariate(-0.5, 1.0))))
+                for mean in (mean_input, mean_output)
+            ]
+            arrivals.append(Arrival(now, *sizes))
+        return arrivals
+
+    return load
+
+
+def prefix_heavy(_: Path, count: int) -> list[Arrival]:
+    """Sixty long system prompts, some much more popular, short questions, in bursts. One
+    worker's cache holds half of them."""
+    rng, now, arrivals = random.Random(2), 0.0, []
+    for number in range(count):
+        now += rng.expovariate(0.3 if rng.random() < 0.3 else 3.0)
+        topic = min(int(rng.paretovariate(0.5)) - 1, 59)
+        shared = tuple(1000 * topic + block for block in range(32))
+        private = rng.randint(32, 256)
+        blocks = (*shared, *(-1 - 10 * number - b for b in range(private // GENERATED_BLOCK)))
+        size = len(shared) * GENERATED_BLOCK + private
+        arrivals.append(Arrival(now, size, rng.randint(20, 120), blocks))
+    return arrivals
+
+
+def at_rate(arrivals: list[Arrival], part: float, speed: Speed, block: int) -> list[Arrival]:
+    """Times stretched so that four workers, each of them free to do anything and with every
+    prefix seen before cached, are busy for `part` of the time."""
+    work_s, seen = 0.0, set[int]()
+    for arrival in arrivals:
+        cached = min(sum(b in seen for b in arrival.blocks) * block, arrival.input_tokens - 1)
+        seen.update(arrival.blocks)
+        uncached = arrival.input_tokens - cached
+        work_s += speed.step_s * -(-uncached // 512) + speed.token_s * uncached
+        token_s = speed.step_s / 24 + speed.sequence_s + speed.context_s * arrival.input_tokens
+        work_s += arrival.output_tokens * token_s
+    first = arrivals[0].at_s
+    factor = work_s / 4 / part / (arrivals[-1].at_s - first)
+    return [replace(a, at_s=(a.at_s - first) * factor) for a in arrivals]
+
+
+def goodput(
+    arrivals: list[Arrival], policy: str, speed: Speed, block_tokens: int
+) -> tuple[float, Simulation]:
+    """Requests per second that met both targets."""
+    colocated = policy == "colocated"
+    pools = (0, 4) if colocated else (2, 2)
+    workers = make_workers(*pools, speed, CACHE_TOKENS // block_tokens)
+    name = "least_loaded" if colocated else policy
+    simulation = Simulation(workers, name, TARGETS, Rules("auto"), block_tokens)
+    requests = simulation.run(arrivals)
+    if not all(math.isfinite(request.ended_at) for request in requests):
+        raise SystemExit(f"{policy}: a request never ended")
+    met = sum(request.met(TARGETS) for request in requests)
+    return met / max(request.ended_at for request in requests), simulation
+
+
+def compare(
+    report: Report, name: str, arrivals: list[Arrival], speed: Speed, block_tokens: int
+) -> None:
+    totals: dict[str, float] = {}
+    for part in RATES:
+        load = at_rate(arrivals, part, speed, block_tokens)
+        offered = len(load) / load[-1].at_s
+        for policy in (*POLICIES, "colocated"):
+            found, _ = goodput(load, policy, speed, block_tokens)
+            totals[policy] = totals.get(policy, 0.0) + found
+            if policy in ("slo", "colocated"):
+                key = f"slo.attainment.{policy}.{name}.{round(part * 100)}"
+                report.add(key, min(found / offered, 1.0), "share")
+    report.add(f"slo.goodput.{name}", totals["slo"] / len(RATES), "requests/s")
+    for policy in (*POLICIES[1:], "colocated"):
+        report.add(f"slo.goodput.vs_{policy}.{name}", totals["slo"] / totals[policy], "x")
+
+
+def main() -> None:
+    arguments = parser("Goodput of the slo policy against others, in virtual time.")
+    arguments.add_argument("--traces", type=Path, metavar="DIR", help="folder of public traces")
+    arguments.add_argument("--speed", choices=SPEEDS, default="gpu", help="service times")
+    args = arguments.parse_args()
+    speed = SPEEDS[args.speed]
+    report, count = Report("Goodput under latency targets"), 300 if args.quick else 1200
+    recorded = args.traces is not None
+    workloads: dict[str, tuple[Callable[[Path, int], list[Arrival]], int]] = {
+        "azure_conv": (azure("conv") if recorded else generated(1155, 211), 64),
+        "azure_code": (azure("code") if recorded else generated(2048, 28), 64),
+        "mooncake": (
+            mooncake if recorded else generated(817, 22),
+            round(MOONCAKE_BLOCK * MOONCAKE_SCALE),
+        ),
+        "prefix": (prefix_heavy, GENERATED_BLOCK),
+    }
+    for name, (load, block_tokens) in workloads.items():
+        compare(report, name, load(args.traces, count), speed, block_tokens)
+    load = at_rate(prefix_heavy(Path(), 250), 0.5, speed, GENERATED_BLOCK)
+    _, simulation = goodput(load, "slo", speed, GENERATED_BLOCK)
+    for phase in Phase:
+        report.add(f"predictor.mape.{phase}", simulation.predictor.mape(phase) or 0.0, "share")
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
