@@ -65,6 +65,7 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/transfer.py $(ARGS)
 	@$(BIN)/python bench/ledger.py $(ARGS)
 	@$(BIN)/python bench/router.py $(ARGS)
+	@$(BIN)/python bench/slo.py $(ARGS)
 
 chaos: setup ## Run the slow tests: kills, restarts, long runs; then SOAK=900 seconds of faults
 	@$(BIN)/pytest -m "slow and not soak" -q $(ARGS)

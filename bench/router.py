@@ -1,4 +1,7 @@
-"""What the router costs: prefix look-ups against a real Redis.
+"""What the router costs: decisions, prefix look-ups against a real Redis, streamed requests.
+
+`placement`: one decision of the slo policy among so many workers, half of them prefill, all with
+load and some with a part of the prompt cached. `gateway`: see `_gateway.py`.
 
 `prefix_lookup`: one look-up of a prompt on 64 workers that all hold a part of it, of a different
 length each: the dearest case. `prefix_hash` is what the router computes before it asks.
@@ -11,7 +14,9 @@ import os
 import random
 import time
 
+import _gateway
 from _common import Report, parser
+from _sim import SPEEDS, make_workers
 
 from baton.cluster.prefix_index import PrefixIndex, PrefixStore, PromptBlocks
 from baton.cluster.prefix_index.matches import key_of
@@ -19,8 +24,13 @@ from baton.cluster.prefix_index.store import CHUNK
 from baton.cluster.redis_link import RedisLink
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
+from router.placement import Candidate, RequestFacts, Rules, place
+from router.placement.slo import Slo
+from router.predictor import Predictor
+from router.targets import Targets
 
 WORKERS = 64
+GPU = SPEEDS["gpu"]
 OTHER_BLOCKS = 4000
 LAYOUT = KVLayout("f" * 16, 30, 3, 64, 16, "bfloat16")
 SIZES = {"1k": 1024, "8k": 8192, "128k": 131_072}
@@ -29,8 +39,35 @@ SIZES = {"1k": 1024, "8k": 8192, "128k": 131_072}
 def main() -> None:
     arguments = parser(__doc__ or "").parse_args()
     report = Report("router")
+    _placements(report, 300 if arguments.quick else 3000)
     asyncio.run(_prefix_lookups(report, 100 if arguments.quick else 1000))
+    asyncio.run(_gateway.measure(report, 200 if arguments.quick else 1000))
     report.finish(arguments.json)
+
+
+def _placements(report: Report, rounds: int) -> None:
+    for count in (4, 16, 64, 256):
+        draw, predictor = random.Random(count), Predictor()
+        workers = [worker.record for worker in make_workers(count // 2, count // 2, GPU, 1)]
+        seconds = []
+        for number in range(rounds):
+            candidates = [
+                Candidate(
+                    worker,
+                    requests=draw.randint(0, 8),
+                    tokens=draw.randint(0, 4000),
+                    free_blocks=draw.randint(300, 4096),
+                    cached_tokens=draw.choice((0, 0, 0, 512)),
+                )
+                for worker in workers
+            ]
+            request = RequestFacts(1024, 200, 1, Targets(1.0, 0.05), number=number)
+            start = time.perf_counter()
+            place(Slo(), request, candidates, predictor, Rules())
+            seconds.append(time.perf_counter() - start)
+        seconds.sort()
+        report.add(f"placement.p50_ms.{count}", seconds[rounds // 2] * 1e3, "ms")
+        report.add(f"placement.p99_ms.{count}", seconds[rounds * 99 // 100] * 1e3, "ms")
 
 
 async def _prefix_lookups(report: Report, rounds: int) -> None:

@@ -9,6 +9,7 @@ count less (Huber, 1964). Pure: no clock.
 
 from collections import deque
 from collections.abc import Sequence
+from operator import mul
 
 FORGETTING = 0.97  # a sample counts half after 23 others
 CLIP = 3.0  # typical errors beyond which a sample counts less
@@ -51,10 +52,7 @@ class OnlineLeastSquares:
     def predict(self, x: Sequence[float]) -> float:
         if self._stale:
             self._solve()
-        total = 0.0
-        for weight, value in zip(self._weights, x, strict=True):
-            total += weight * value
-        return total
+        return sum(map(mul, self._weights, x))
 
     def seed(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
         """Measurements that never fade altogether. In place of earlier seeds."""

@@ -1,0 +1,163 @@
+"""What a streamed request costs the gateway: its CPU time per request, beside the bare floor's.
+
+Gateway, floor and workers are processes of their own, so the client and the workers cost it
+nothing; requests per second and core are requests by the process's own CPU seconds.
+"""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import psutil
+from _common import Report
+
+from baton.cluster.redis_server import EmbeddedRedis
+from baton.cluster.registry import Registry
+from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
+from baton.store import resolve
+
+CLIENTS = 32
+STREAMS = 1000
+START_TIMEOUT_S = 60.0
+PEER = Path(__file__).with_name("_gateway_peer.py")
+
+
+async def measure(report: Report, requests: int) -> None:
+    redis = EmbeddedRedis()
+    url = await redis.start()
+    try:
+        with _process(str(PEER), "workers") as workers:
+            assert workers.stdout is not None
+            line = await asyncio.to_thread(workers.stdout.readline)
+            prefill, decode = line.split()
+            registry = Registry(url)
+            announcing = asyncio.create_task(_announce(registry, prefill, decode))
+            try:
+                await _compare(report, url, prefill, decode, requests)
+            finally:
+                announcing.cancel()
+                await registry.close()
+    finally:
+        await redis.stop()
+
+
+async def _compare(
+    report: Report, redis_url: str, prefill: str, decode: str, requests: int
+) -> None:
+    ports = [_free_port(), _free_port()]
+    flags = ["--port", str(ports[0]), "--redis", redis_url, "--decode-prefills", "never"]
+    flags += ["--max-running", "2048", "--log-level", "warning"]
+    with (
+        _process("-m", "router", *flags) as gateway,
+        _process(str(PEER), "floor", prefill, decode, str(ports[1])) as floor,
+    ):
+        for port in ports:
+            await _until_ready(port)
+        costs: dict[int, list[float]] = {port: [] for port in ports}
+        for _ in range(3):  # in turn, so that a busy machine slows both alike
+            for port, process in zip(ports, (gateway, floor), strict=True):
+                costs[port].append(await _cpu_s(port, process, requests))
+        ours, bare = (min(costs[port]) for port in ports)
+        report.add("gateway.req_s_core", 1 / ours, "requests/s")
+        report.add("gateway.floor_req_s_core", 1 / bare, "requests/s")
+        report.add("gateway.vs_floor", bare / ours, "x")
+        failed = await _streams(ports[0])
+        report.add("gateway.streams", STREAMS - failed, "streams")
+
+
+async def _cpu_s(port: int, process: subprocess.Popen[str], requests: int) -> float:
+    """CPU seconds of the process per request."""
+    watched = psutil.Process(process.pid)
+    before = watched.cpu_times()
+    left = iter(range(requests))
+
+    async def client() -> None:
+        for _ in left:
+            await _request(port, [1, 2, 3, 4, 5, 6, 7, 8])
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    after = watched.cpu_times()
+    return (after.user + after.system - before.user - before.system) / requests
+
+
+async def _streams(port: int) -> int:
+    """How many of so many slow streams at once did not end well."""
+    results = await asyncio.gather(
+        *(_request(port, [5]) for _ in range(STREAMS)), return_exceptions=True
+    )
+    return sum(isinstance(result, BaseException) for result in results)
+
+
+async def _request(port: int, prompt: list[int]) -> None:
+    """One streamed request to its end over a bare socket. Raises OSError when it goes wrong."""
+    body = orjson.dumps({"prompt": prompt, "max_tokens": 16, "stream": True, "seed": 1})
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        )
+        writer.write(head + body)
+        answer = await reader.read(-1)
+        if b" 200 " not in answer[:20] or b"data: [DONE]" not in answer:
+            raise OSError(answer[:300])
+    finally:
+        writer.close()
+
+
+async def _announce(registry: Registry, prefill: str, decode: str) -> None:
+    stored = resolve("smollm2", progress=False)
+    layout = KVLayout(stored.fingerprint, 30, 3, 64, 16, "bfloat16")
+    records = [
+        WorkerRecord(
+            worker_id=f"{role}-0",
+            incarnation=new_incarnation(),
+            role=role,
+            address=address,
+            model=stored.name,
+            layout=layout,
+            max_model_len=8192,
+            max_num_seqs=4096,
+            num_blocks=1_000_000,
+            load=WorkerLoad(free_blocks=1_000_000),
+        )
+        for role, address in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+    ]
+    while True:
+        for record in records:
+            await registry.publish(record, 30.0)
+        await asyncio.sleep(1.0)
+
+
+@contextlib.contextmanager
+def _process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _until_ready(port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            return await _request(port, [1, 2, 3])
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
