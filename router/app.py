@@ -83,12 +83,13 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> Response:
-        missing = gateway.missing_roles()
+        missing, absent = gateway.missing_roles(gateway.needed_roles), gateway.missing_roles()
         loading = gateway.model is None
         registry = gateway.directory.state
         if not loading and not missing:
-            status = "ok" if registry is RegistryState.CONNECTED else "degraded"
-            return json_response({"status": status, "registry": registry})
+            well = registry is RegistryState.CONNECTED and not absent
+            state: dict[str, Any] = {"status": "ok" if well else "degraded", "registry": registry}
+            return json_response(state | ({"missing": absent} if absent else {}))
         reasons = ["the model is still loading"] if loading else []
         reasons += [f"no {role} worker is available" for role in missing]
         content = {

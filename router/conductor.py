@@ -12,17 +12,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import grpc.aio
 
 from baton.cluster.errors import WorkerUnavailable
-from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
 from baton.cluster.workers import Role, WorkerRecord
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2, decode_pb2
 from router.admission import Admission, QueueTimeout, Slot
 from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFull
+from router.dialer import Dialer
 from router.generation import BrokenSequence, Generation
 from router.hold import Hold
 from router.job import Job, Leg, Output, Served, Workers
@@ -47,7 +44,7 @@ class Conductor:
     fingerprint: str
     planner: Planner
     workers: Workers
-    channels: ChannelPool
+    dialer: Dialer
     admission: Admission
     metrics: RouterMetrics
     settings: RouterSettings
@@ -120,7 +117,7 @@ class Conductor:
             try:
                 # 1) Decode promises room before any compute is spent.
                 if plan.decode is not None:
-                    decode = self._open_decode(leg, plan.decode, hold)
+                    decode = self.dialer.decode(leg, plan.decode, hold)
                     reservation = await self._reserve(leg, decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
                 if plan.prefill is not None:
@@ -156,7 +153,7 @@ class Conductor:
         """On one worker; when that is lost, on another for the same promise of room."""
         while (worker := hold.plan.prefill) is not None:
             opened_at = time.monotonic()
-            prefill = self._open_prefill(leg, worker, reservation, hold)
+            prefill = self.dialer.prefill(leg, worker, reservation, hold)
             try:
                 return await self._follow_prefill(leg, prefill, decode, output, served, slot)
             except WorkerFault as fault:
@@ -256,7 +253,7 @@ class Conductor:
                     break
                 for choice in set(generation.ended_by_text(tokens)) - told:
                     told.add(choice)
-                    await self._stop_choice(decode.worker, reservation_id, choice)
+                    await self.dialer.stop_choice(decode.worker, reservation_id, choice)
             elif kind == "done":
                 self._note_done(event.done, served)
                 break
@@ -312,54 +309,6 @@ class Conductor:
     def _note_done(done: decode_pb2.GenerateDone, served: Served) -> None:
         # Zero after a hand-off: prefill's own hits, noted before, are the true ones.
         served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
-
-    async def _stop_choice(self, worker: WorkerRecord, reservation_id: str, choice: int) -> None:
-        stub = decode_pb2_grpc.DecodeStub(self.channels.get(worker.address))
-        request = decode_pb2.StopChoiceRequest(reservation_id=reservation_id, choice=choice)
-        try:
-            await stub.StopChoice(request, timeout=CLOSING_S)
-        except grpc.aio.AioRpcError:
-            return  # its further tokens are dropped here; the main call shows any real fault
-
-    def _open_decode(self, leg: Leg, worker: WorkerRecord, hold: Hold) -> WorkerCall:
-        stub = decode_pb2_grpc.DecodeStub(self.channels.get(worker.address))
-        request = decode_pb2.GenerateRequest(
-            request_id=leg.job.request_id,
-            prompt_token_ids=leg.job.prompt_token_ids,
-            sampling=leg.sampling,
-            cache_salt=leg.job.cache_salt,
-            prefill_here=hold.plan.prefill is None,
-            continuation=leg.continuation,
-            deadline_s=leg.first_token_within_s,
-        )
-        return self._call(leg, worker, stub.Generate, request, hold)
-
-    def _open_prefill(
-        self,
-        leg: Leg,
-        worker: WorkerRecord,
-        destination: common_pb2.Reservation | None,
-        hold: Hold,
-    ) -> WorkerCall:
-        stub = prefill_pb2_grpc.PrefillStub(self.channels.get(worker.address))
-        request = prefill_pb2.PrefillRequest(
-            request_id=leg.job.request_id,
-            prompt_token_ids=leg.job.prompt_token_ids,
-            sampling=leg.sampling,
-            destination=destination,
-            cache_salt=leg.job.cache_salt,
-            continuation=leg.continuation,
-            deadline_s=leg.first_token_within_s,
-        )
-        return self._call(leg, worker, stub.Prefill, request, hold)
-
-    @staticmethod
-    def _call(leg: Leg, worker: WorkerRecord, method: Any, request: Any, hold: Hold) -> WorkerCall:
-        trail = leg.job.trail.call(
-            worker.worker_id, worker.role, time.monotonic(), attempt=len(leg.failures) + 1
-        )
-        call = method(request, timeout=leg.job.time_left())
-        return WorkerCall(worker, call, trail, hold.heard)
 
     async def _choose(self, leg: Leg, full: set[str], served: Served) -> Plan:
         plan = await self._find(leg, full)

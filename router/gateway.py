@@ -6,7 +6,7 @@ answered 503; liveness is never affected.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from baton.cluster.registry import RegistryState
@@ -15,6 +15,7 @@ from baton.cluster.settings import RouterSettings
 from baton.cluster.workers import Role, WorkerRecord
 from router.admission import Admission
 from router.conductor import Conductor
+from router.dialer import Dialer
 from router.ledgers import Ledgers
 from router.metrics import RouterMetrics
 from router.openai.errors import unavailable
@@ -96,7 +97,7 @@ class Gateway:
             fingerprint=self.model.fingerprint,
             planner=self.planner,
             workers=self.directory,
-            channels=self.channels,
+            dialer=Dialer(self.channels),
             admission=self.admission,
             metrics=self.metrics,
             settings=self.settings,
@@ -133,7 +134,7 @@ class Gateway:
     def limits(self, model: TextModel) -> Limits:
         return limits_of(model, self.directory.snapshot())
 
-    def missing_roles(self) -> list[str]:
+    def missing_roles(self, needed: Collection[Role] = tuple(Role)) -> list[str]:
         """Roles that no live worker of this model fills."""
         present = {
             worker.role
@@ -141,7 +142,9 @@ class Gateway:
             if not worker.load.draining
             and (self.model is None or worker.layout.fingerprint == self.model.fingerprint)
         }
-        needed = [Role.PREFILL, Role.DECODE]
-        if self.settings.decode_prefills != "never":
-            needed = [Role.DECODE]
         return [str(role) for role in needed if role not in present]
+
+    @property
+    def needed_roles(self) -> Collection[Role]:
+        """Without these nothing can be served."""
+        return tuple(Role) if self.settings.decode_prefills == "never" else (Role.DECODE,)

@@ -303,6 +303,18 @@ async def test_a_lost_registry_is_degraded_not_down(gateway: RunningGateway) -> 
     await assert_ordinary(gateway)
 
 
+async def test_without_prefill_workers_it_is_degraded_while_decode_prefills(
+    model: TextModel,
+) -> None:
+    async with running_gateway(
+        model, scripted(TEXT), prefills=0, decode_prefills="auto"
+    ) as gateway:
+        response = await gateway.client.get("/health/ready")
+        assert response.status_code == 200
+        assert (response.json()["status"], response.json()["missing"]) == ("degraded", ["prefill"])
+        await assert_ordinary(gateway)
+
+
 async def test_overload_is_refused_fast_and_the_rest_is_served(model: TextModel) -> None:
     """vllm-project/vllm#18826"""
     async with running_gateway(model, scripted(TEXT), max_queue=40) as gateway:

@@ -1,0 +1,68 @@
+"""The calls to workers: what a leg of a request says to each of them. Knows no order of calls."""
+
+import time
+from typing import Any
+
+import grpc.aio
+
+from baton.cluster.rpc import ChannelPool
+from baton.cluster.workers import WorkerRecord
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from router.calls import WorkerCall
+from router.hold import Hold
+from router.job import Leg
+
+STOP_TIMEOUT_S = 1.0
+
+
+class Dialer:
+    def __init__(self, channels: ChannelPool) -> None:
+        self._channels = channels
+
+    def decode(self, leg: Leg, worker: WorkerRecord, hold: Hold) -> WorkerCall:
+        stub = decode_pb2_grpc.DecodeStub(self._channels.get(worker.address))
+        request = decode_pb2.GenerateRequest(
+            request_id=leg.job.request_id,
+            prompt_token_ids=leg.job.prompt_token_ids,
+            sampling=leg.sampling,
+            cache_salt=leg.job.cache_salt,
+            prefill_here=hold.plan.prefill is None,
+            continuation=leg.continuation,
+            deadline_s=leg.first_token_within_s,
+        )
+        return self._call(leg, worker, stub.Generate, request, hold)
+
+    def prefill(
+        self,
+        leg: Leg,
+        worker: WorkerRecord,
+        destination: common_pb2.Reservation | None,
+        hold: Hold,
+    ) -> WorkerCall:
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker.address))
+        request = prefill_pb2.PrefillRequest(
+            request_id=leg.job.request_id,
+            prompt_token_ids=leg.job.prompt_token_ids,
+            sampling=leg.sampling,
+            destination=destination,
+            cache_salt=leg.job.cache_salt,
+            continuation=leg.continuation,
+            deadline_s=leg.first_token_within_s,
+        )
+        return self._call(leg, worker, stub.Prefill, request, hold)
+
+    @staticmethod
+    def _call(leg: Leg, worker: WorkerRecord, method: Any, request: Any, hold: Hold) -> WorkerCall:
+        trail = leg.job.trail.call(
+            worker.worker_id, worker.role, time.monotonic(), attempt=len(leg.failures) + 1
+        )
+        call = method(request, timeout=leg.job.time_left())
+        return WorkerCall(worker, call, trail, hold.heard)
+
+    async def stop_choice(self, worker: WorkerRecord, reservation_id: str, choice: int) -> None:
+        stub = decode_pb2_grpc.DecodeStub(self._channels.get(worker.address))
+        request = decode_pb2.StopChoiceRequest(reservation_id=reservation_id, choice=choice)
+        try:
+            await stub.StopChoice(request, timeout=STOP_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return  # its further tokens are dropped here; the main call shows any real fault
