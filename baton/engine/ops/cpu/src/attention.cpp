@@ -1,7 +1,7 @@
 // Causal attention over a paged cache, read in place: one algorithm for decode and prefill.
 //
 // A query of one head is a column; the columns of a KV head are all its (query, head) pairs. Up to
-// 32 columns meet 32 tokens at a time: scores^T[token][column], softmax down the columns (online,
+// 64 columns meet 32 tokens at a time: scores^T[token][column], softmax down the columns (online,
 // Milakov and Gimelshein 2018), then output[column][dim]. The token tiles begin at multiples of
 // 32 from the start of the sequence, and columns never mix, so a query's result is the same
 // whether it is decoded alone or prefilled among thousands.
@@ -11,7 +11,7 @@ namespace baton {
 namespace {
 
 constexpr long kTokens = kDepth;   // tokens of one step
-constexpr long kColumns = kGroup;  // columns of one pass
+constexpr long kColumns = 2 * kGroup;  // columns of one pass
 constexpr long kMaxDim = 256;
 
 struct Call {
@@ -32,7 +32,7 @@ struct Item {
 
 // Scratch of one thread. Dimensions past head_dim (it is padded to 32) stay zero.
 struct Scratch {
-  alignas(64) bf16 queries[kMaxDim / kDepth * kGroupDepth];  // packed: depth is head_dim
+  alignas(64) bf16 queries[kColumns * kMaxDim];              // groups, packed: depth is head_dim
   alignas(64) bf16 keys[kTokens * kMaxDim];                  // [token][dim]
   alignas(64) bf16 values[kMaxDim / kGroup * kGroupDepth];   // packed: depth is the tokens
   alignas(64) float scores[kTokens * kColumns];              // [token][column]
@@ -72,21 +72,25 @@ class Pass {
 
   void run(const Tiles& tiles) {
     load_queries();
-    const long wide = columns_ > kTile ? kColumns : kTile;
+    const long wide = (columns_ + kTile - 1) / kTile * kTile;
     const long oldest = s_.position[0], newest = s_.position[columns_ - 1];
     from_ = call_.window ? std::max(0L, oldest - call_.window + 1) : 0;
     locate(from_ / kTokens * kTokens);
     for (long token = from_ / kTokens * kTokens; token <= newest; token += kTokens) {
       load_tokens();
       locate(token + kTokens);
-      tiles.multiply<false>(s_.keys, dim_, s_.queries, dim_, s_.scores, kColumns, kTokens, wide);
+      for (long c = 0; c < wide; c += kGroup)
+        tiles.multiply<false>(s_.keys, dim_, s_.queries + c * dim_, dim_, s_.scores + c, kColumns,
+                              kTokens, wide - c);
       const bool partly = token + kTokens - 1 > oldest ||
                           (call_.window && token <= newest - call_.window);
       for (long c = 0; c < wide; c += kTile)
         partly ? softmax<true>(token, c) : softmax<false>(token, c);
-      for (long d = 0; d < dim_; d += kGroup)
-        tiles.multiply<true>(s_.weights, kTokens, s_.values + d / kGroup * kGroupDepth, kTokens,
-                             s_.out + d, dim_, wide, kGroup);
+      for (long c = 0; c < wide; c += kGroup)
+        for (long d = 0; d < dim_; d += kGroup)
+          tiles.multiply<true>(s_.weights + c * kTokens, kTokens,
+                               s_.values + d / kGroup * kGroupDepth, kTokens,
+                               s_.out + c * dim_ + d, dim_, std::min(kGroup, wide - c), kGroup);
     }
     store();
   }
@@ -106,8 +110,9 @@ class Pass {
       s_.position[c] = (int32_t)(before_ + (column_ + c) / group_);
       const bf16* q = call_.q + query_of(c) * call_.q_stride + head_of(c) * call_.head_dim;
       for (long d = 0; d < call_.head_dim; d += 2)
-        std::memcpy(s_.queries + d / kDepth * kGroupDepth + c / kTile * kGroupDepth / 2 +
-                        d % kDepth / 2 * kDepth + c % kTile * 2,
+        std::memcpy(s_.queries + c / kGroup * kGroup * dim_ + d / kDepth * kGroupDepth +
+                        c % kGroup / kTile * kGroupDepth / 2 + d % kDepth / 2 * kDepth +
+                        c % kTile * 2,
                     q + d, 2 * sizeof(bf16));
     }
   }
