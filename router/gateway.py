@@ -55,13 +55,13 @@ class Gateway:
         self.directory = directory
         self.channels = ChannelPool(settings.peer_timeout_s)
         self.admission = Admission(settings.max_running, settings.max_queue)
-        self.ledgers = Ledgers(settings)
         self.planner = Planner(
             POLICIES[settings.policy](),
             Rules(settings.decode_prefills, settings.prefill_backlog_s),
         )
         self.planner.on_room = self.admission.workers_changed
         self.metrics = RouterMetrics(self.admission, self.planner)
+        self.ledgers = Ledgers(settings, self.metrics)
         self.default_targets = DefaultTargets(settings)
         self.model: TextModel | None = None
         self.created = int(time.time())
@@ -83,7 +83,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.directory.stop()
         await self.channels.close()
-        self.ledgers.close()
+        await asyncio.to_thread(self.ledgers.close)
         if self.model is not None:
             self.model.close()
 

@@ -5,8 +5,10 @@ been read; TPOT is the mean time per token after the first.
 """
 
 import math
+from collections import defaultdict
 from functools import partial
 
+from baton.cluster.ledger import Ledger
 from baton.cluster.metrics import Metrics
 from router.admission import Admission
 from router.planner import Planner
@@ -33,6 +35,12 @@ class RouterMetrics:
         self.targets = make.counter(
             "targets", "Latency targets of served requests, kept or missed.", ("target", "met")
         )
+        self.misses = make.counter(
+            "misses", "Missed targets by cause, of requests with phases.", ("target", "cause")
+        )
+        self.phases = make.histogram(
+            "phase_seconds", "Time of each phase that counted, of requests with phases.", ("phase",)
+        )
         error = make.gauge(
             "prediction_error", "Mean relative error of the last 200 predictions.", ("phase",)
         )
@@ -42,6 +50,17 @@ class RouterMetrics:
         queue.set_function(lambda: admission.waiting)
         running = make.gauge("requests_in_flight", "Requests admitted and not yet ended.")
         running.set_function(lambda: admission.running)
+
+    def fold(self, ledger: Ledger) -> None:
+        """Phases and causes of a request whose timeline was made anyway."""
+        sums: dict[str, float] = defaultdict(float)
+        for phase in ledger.phases:
+            if not phase.overlapped:
+                sums[phase.name] += phase.duration
+        for name, seconds in sums.items():
+            self.phases.labels(name).observe(seconds)
+        for miss in ledger.misses or ():
+            self.misses.labels(miss.target, miss.cause).inc()
 
     def count_targets(self, targets: Targets, ttft_s: float, tpot_s: float) -> None:
         """A target that nobody set is neither kept nor missed."""

@@ -84,11 +84,12 @@ def status(
     ] = None,
     url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow until Ctrl-C.")] = False,
 ) -> None:
     """Show the workers of a cluster and their load."""
     from baton.cli.status import status
 
-    status(redis, url, as_json)
+    status(redis, url, as_json, watch)
 
 
 @app.command()

@@ -6,11 +6,16 @@ Everything goes to stderr, one line per record (a traceback follows its line). C
 
 import logging
 import sys
+from contextvars import ContextVar
 
 import orjson
 
 LEVELS = ("debug", "info", "warning", "error")
 _NOISY = ("httpx", "httpcore", "grpc", "asyncio")
+
+
+current_request: ContextVar[str] = ContextVar("current_request", default="")
+"""The request that the running task serves; JSON lines carry it."""
 
 
 class _JsonFormatter(logging.Formatter):
@@ -26,6 +31,8 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if request_id := current_request.get():
+            fields["request_id"] = request_id
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return orjson.dumps(fields).decode()

@@ -120,6 +120,12 @@ class RouterSettings(CommonSettings):
     prefill_timeout_s: Seconds = option(120.0, "longest wait for the first token", _SECONDS)
     served_model_name: Name | None = option(None, "public name of the model", _NAME)
     ledger_recent: Count = option(512, "ended requests kept for GET /v1/requests", _COUNT)
+    otlp_endpoint: str | None = option(
+        None,
+        "OTLP/HTTP address that traces are sent to; none are without it",
+        "a URL such as http://localhost:4318/v1/traces",
+        pattern=r"^https?://\S+$",
+    )
     ledger_log: Path | None = option(
         None, "file for the ledger of every request, as JSON lines", "a path"
     )
@@ -156,6 +162,9 @@ class WorkerSettings(CommonSettings):
     port: Port = option(0, "gRPC port; 0 picks a free one", _PORT)
     advertise: Name | None = option(
         None, "host:port that others reach this worker at (default: host and port)", "host:port"
+    )
+    metrics_port: Port | None = option(
+        None, "HTTP port of its Prometheus metrics; none are served without it", _PORT
     )
     dtype: DType = option("bfloat16", "element type of weights and cache", choices(DType))
     kv_dtype: KVDType = option(

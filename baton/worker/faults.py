@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from baton.cluster.logging import current_request
 from baton.engine.async_engine import EngineFailed
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.scheduler import QueueFull
@@ -43,6 +44,7 @@ async def status_of_faults(
     context: grpc.aio.ServicerContext, request_id: str
 ) -> AsyncIterator[None]:
     """Ends the call with the status of a known fault; an unknown one is logged and INTERNAL."""
+    token = current_request.set(request_id)
     try:
         yield
     except tuple(kind for kind, _ in _STATUS) as error:
@@ -54,3 +56,5 @@ async def status_of_faults(
     except Exception:
         log.exception("request=%s failed", request_id)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the worker's log")
+    finally:
+        current_request.reset(token)

@@ -17,6 +17,7 @@ from baton.cluster.rpc import AddServicer, make_server
 from baton.cluster.settings import fail
 from baton.engine.async_engine import AsyncEngine
 from baton.v1 import worker_pb2_grpc
+from baton.worker.exposition import exposed
 from baton.worker.prefix_feed import published_prefixes
 from baton.worker.status import WorkerServicer, WorkerStatus
 
@@ -85,9 +86,10 @@ async def serve(
     await announcer.start()
     log.info("ready role=%s id=%s address=%s", status.role, settings.worker_id, status.address)
     try:
-        async with published_prefixes(status):
-            await signals.drain.wait()
-            await _drain(status, signals)
+        with exposed(status):
+            async with published_prefixes(status):
+                await signals.drain.wait()
+                await _drain(status, signals)
     finally:
         # Leave the registry before the port closes, so that routers stop sending first.
         await announcer.stop()

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.cluster.errors import BatonError
 from baton.cluster.ledger import Ledger
+from baton.cluster.logging import current_request
 from router.conductor import Conductor
 from router.exchange import ClientGone, Exchange
 from router.gateway import Gateway
@@ -80,6 +81,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         ledger = Ledger(exchange.request_id, self._kind.name, time.monotonic(), time.time())
+        ledger.traceparent = exchange.header("traceparent")
+        current_request.set(exchange.request_id)
         status = CLIENT_GONE
         try:
             try:

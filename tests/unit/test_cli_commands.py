@@ -101,6 +101,17 @@ def test_the_status_table_shows_load_and_draining_prefill_first() -> None:
     assert "3/8" in decode and "17/64 free" in decode and "draining" in decode
 
 
+def test_the_status_table_cuts_no_id_at_80_columns() -> None:
+    names = ["prefill-machine-17-0123", "prefill-on-a-machine-far-away-in-another-room-0123"]
+    out = io.StringIO()
+    workers = [make_record(name, free_blocks=17) for name in names]
+    Console(file=out, width=80).print(table(workers, width=80))
+    text = out.getvalue()
+    assert names[0] in text and "17/64 free" in text and "…" not in text
+    ids = "".join(line[9:].split(" ")[0] for line in text.splitlines()[1:])
+    assert names[1] in ids
+
+
 def test_the_merged_log_names_every_line_in_one_column() -> None:
     out = io.StringIO()
     log = MergedLog(["router", "prefill-0"], stream=out)

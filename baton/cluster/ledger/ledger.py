@@ -33,6 +33,8 @@ class Ledger:
     """Prompt tokens that the best-matching worker held when the request was placed."""
     status: int = 0
     """HTTP status of the answer, of an error inside a stream too; 499: the client left."""
+    traceparent: str | None = None
+    """As the client sent it."""
     misses: list[Miss] | None = None
     """Of its targets, with their causes; None until somebody has looked."""
     placement: dict[str, Any] | None = None

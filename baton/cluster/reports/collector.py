@@ -44,14 +44,16 @@ class Collector:
         self._tokens = phases_per_s
         self._filled_at = 0.0
 
-    def add(self, ledger: Ledger, now: float) -> None:
-        """`now` in Unix seconds."""
+    def add(self, ledger: Ledger, now: float) -> bool:
+        """Whether its phases were folded too; `now` in Unix seconds."""
         group = self.window.group(key_of(ledger), now)
         group.add(ledger)
-        if self._may_fold(now):
-            self._baselines.note(ledger)
-            self.explain(ledger)
-            group.add_phases(ledger, ledger.misses or ())
+        if not self._may_fold(now):
+            return False
+        self._baselines.note(ledger)
+        self.explain(ledger)
+        group.add_phases(ledger, ledger.misses or ())
+        return True
 
     def explain(self, ledger: Ledger) -> None:
         """Sets `ledger.misses` if nobody has."""
