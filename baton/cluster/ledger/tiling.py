@@ -9,12 +9,13 @@ event loops between the processes. Invariants: the phases that are not overlappe
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 GAP = "rpc"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Span:
     """Work or waiting on the router's clock, in seconds; `where` is a process."""
 
@@ -26,7 +27,7 @@ class Span:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class Phase:
     """A piece of a span; `overlapped` ones run beside the phase that counts."""
 
@@ -45,22 +46,34 @@ class Phase:
 def tile(spans: Iterable[Span], start: float, end: float) -> list[Phase]:
     """Phases in order of their start; those that count come before those beside them."""
     inside = [span for span in spans if max(span.start, start) < min(span.end, end)]
-    inside.sort(key=lambda span: max(span.start, start))
-    edges = {min(max(edge, start), end) for span in inside for edge in (span.start, span.end)}
+    inside.sort(key=_start)
+    edges = {start, end}
+    for span in inside:
+        if span.start > start:
+            edges.add(span.start)
+        if span.end < end:
+            edges.add(span.end)
     phases = _Pieces()
     active: list[Span] = []
-    arriving = 0
-    for left, right in pairwise(sorted(edges | {start, end})):
-        active = [span for span in active if span.end > left]
-        while arriving < len(inside) and inside[arriving].start <= left:
+    arriving, count = 0, len(inside)
+    for left, right in pairwise(sorted(edges)):
+        if active:
+            active = [span for span in active if span.end > left]
+        while arriving < count and inside[arriving].start <= left:
             active.append(inside[arriving])
             arriving += 1
-        counted = min(active, key=lambda span: (span.rank, span.start), default=None)
-        phases.add(counted, left, right, overlapped=False)
+        if len(active) < 2:
+            phases.add(active[0] if active else None, left, right, overlapped=False)
+            continue
+        counted = min(active, key=_precedence)
         for span in active:
-            if span is not counted:
-                phases.add(span, left, right, overlapped=True)
-    return sorted(phases.made, key=lambda phase: (phase.start, phase.overlapped))
+            phases.add(span, left, right, overlapped=span is not counted)
+    return sorted(phases.made, key=_order)
+
+
+_start = attrgetter("start")
+_precedence = attrgetter("rank", "start")
+_order = attrgetter("start", "overlapped")
 
 
 class _Pieces:

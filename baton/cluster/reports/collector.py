@@ -9,7 +9,7 @@ from baton.cluster.ledger.causes import misses
 from baton.cluster.reports.group import key_of
 from baton.cluster.reports.window import Window
 
-PHASES_PER_S = 20.0
+PHASES_PER_S = 5.0
 MAX_WORKERS = 1000
 
 
