@@ -3,15 +3,18 @@ prefilled again for the same reservation, and the client gets the undisturbed te
 """
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from baton.engine.transfer.payload import SequenceReader
 from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.shm import ShmLink
+from baton.engine.transfer.torch_dist import TorchLink
 from baton.store import StoredModel
+from baton.worker import kv_wire
 from decode_service.reservations import Reservations
+from prefill_service.inline import InlineLink
 from prefill_service.push import PushSender
 from tests.chaos.conftest import TRANSPORTS
 from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
@@ -38,36 +41,45 @@ HEADERS: dict[str, Callable[[int], int]] = {
 async def cluster(
     request: pytest.FixtureRequest, tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(PushSender, "frame_bytes", FRAME_BYTES)
+    for link in (ShmLink, TorchLink, InlineLink):
+        monkeypatch.setattr(link, "frame_bytes", FRAME_BYTES)
     async with running_cluster(tiny_chat, 2, 2, transport=request.param) as cluster:
         await cluster.learn_the_usual()
         yield cluster
 
 
 def misnumber_one_handoff(monkeypatch: pytest.MonkeyPatch, lie: Callable[[int], int]) -> None:
-    """All headers of the next sender lie; later senders are honest."""
-    message, liars = PushSender._message, list[PushSender]()
+    """All headers lie until the first sender gives up."""
+    make, abort, lies = kv_wire._data, PushSender.abort, [lie]
 
-    async def lying(self: PushSender, frame: Any, shipment: Any) -> Any:
-        liars[:] = liars or [self]
-        if self is liars[0]:
-            frame = replace(frame, sequence=lie(frame.sequence))
-        return await message(self, frame, shipment)
+    def lying(sequence: int, plan: FramePlan, checksum: int | None) -> Any:
+        return make(lies[0](sequence) if lies else sequence, plan, checksum)
 
-    monkeypatch.setattr(PushSender, "_message", lying)
+    async def repent(self: PushSender) -> None:
+        lies.clear()
+        await abort(self)
+
+    monkeypatch.setattr(kv_wire, "_data", lying)
+    monkeypatch.setattr(PushSender, "abort", repent)
 
 
 def flip_one_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the third payload, after its checksum was made."""
-    read, number = SequenceReader.read, iter(range(1_000_000))
+    """In the third payload, after its checksum was made. Where decode reads prefill's memory
+    itself there is no copy to spoil: the checksum is that of other bytes then."""
+    read, checksum, number = SequenceReader.read, SequenceReader.checksum, iter(range(1_000_000))
 
     def flipping(self: SequenceReader, plan: FramePlan, out: Any) -> int | None:
-        checksum = read(self, plan, out)
+        made = read(self, plan, out)
         if next(number) == 2:
             out[7] ^= 1
-        return checksum
+        return made
+
+    def of_other_bytes(self: SequenceReader, plan: FramePlan) -> int | None:
+        made = checksum(self, plan)
+        return made ^ 1 if made is not None and next(number) == 2 else made
 
     monkeypatch.setattr(SequenceReader, "read", flipping)
+    monkeypatch.setattr(SequenceReader, "checksum", of_other_bytes)
 
 
 @pytest.mark.parametrize("fault", ["flipped", *HEADERS])

@@ -188,12 +188,14 @@ class ChaosCluster:
         await _until(self._assert_ready, START_TIMEOUT_S)
 
     async def _assert_ready(self) -> None:
+        for node in self.nodes.values():
+            if not node.alive:
+                raise RuntimeError(f"{node.name} has ended: {node.log.read_text()[-2000:]}")
         async with self.client() as client:
             records = (await client.get("/workers", timeout=2)).json()["workers"]
             assert (await client.get("/health/ready", timeout=2)).status_code == 200
         known = {record["worker_id"]: record["incarnation"] for record in records}
         for node in self.workers:
-            assert node.alive, node.log.read_text()[-2000:]
             assert (await info(node)).incarnation == known.get(node.name)
 
     async def known(self) -> set[str]:
@@ -263,6 +265,7 @@ async def chaos_cluster(
     redis, url = _start_redis(network, folder)
     common = {"redis_url": url, "model": model}
     every = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "chunk_size": 64, "threads": 1}
+    every |= {"self_profile": False}
     every |= settings.get("workers", {})
     names = [f"prefill-{i}" for i in range(prefills)] + [f"decode-{i}" for i in range(decodes)]
     try:
@@ -270,7 +273,8 @@ async def chaos_cluster(
             role = name.partition("-")[0]
             own = settings.get(role, {}) | settings.get(name.replace("-", "_"), {})
             if role == "router":
-                module, values = ["router"], common | own
+                # Every request is handed off: that is what the faults are about.
+                module, values = ["router"], common | {"decode_prefills": "never"} | own
             else:
                 module = ["tests.support.fault_worker", role]
                 values = common | every | {"worker_id": name} | own
@@ -297,11 +301,16 @@ def _node(
 ) -> Node:
     host = network.host()
     port = 7000 if network.apart else _free_port(host.address)
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in values.items() if k != "redis_url"]
+    flags = [_flag(key, value) for key, value in values.items() if key != "redis_url"]
     flags += [f"--redis={values['redis_url']}", f"--host={host.address}", f"--port={port}"]
     environment = {**os.environ, SOCKET: str(faults.path), NAME: name, "BATON_HOME": str(folder)}
     command = [sys.executable, "-m", *module, *flags]
     return Node(name, host, port, command, environment, folder / f"{name}.log")
+
+
+def _flag(key: str, value: object) -> str:
+    name = key.replace("_", "-")
+    return f"--{name}={value}" if value is not False else f"--no-{name}"
 
 
 def _start_redis(network: Network, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
