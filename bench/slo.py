@@ -5,7 +5,8 @@ the router's own placement, predictor and queue. Goodput is requests per second 
 targets. Each workload is replayed at a few rates around saturation; a ratio is of the goodputs
 summed over the rates, so that no policy can win by one lucky rate.
 
-    python bench/slo.py [--quick] [--json FILE] [--traces DIR] [--speed gpu|cpu]
+    python bench/slo.py [--quick] [--json FILE] [--traces DIR]
+        [--speed gpu|cpu] [--model NAME]
 
 DIR holds the public traces azure2023_conv.csv, azure2023_code.csv and
 mooncake_conversation_trace.first5000.jsonl; without it, generated ones with like lengths.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import _slo_real
 from _common import Report, parser
 from _sim import SPEEDS, Arrival, Simulation, Speed, make_workers
 
@@ -143,6 +145,7 @@ def main() -> None:
     arguments = parser("Goodput of the slo policy against others, in virtual time.")
     arguments.add_argument("--traces", type=Path, metavar="DIR", help="folder of public traces")
     arguments.add_argument("--speed", choices=SPEEDS, default="gpu", help="service times")
+    arguments.add_argument("--model", help="also on real workers with this model")
     args = arguments.parse_args()
     speed = SPEEDS[args.speed]
     report, count = Report("Goodput under latency targets"), 300 if args.quick else 1200
@@ -162,7 +165,19 @@ def main() -> None:
     _, simulation = goodput(load, "slo", speed, GENERATED_BLOCK)
     for phase in Phase:
         report.add(f"predictor.mape.{phase}", simulation.predictor.mape(phase) or 0.0, "share")
+    if args.model:
+        _real(report, args.model, 60 if args.quick else 200)
     report.finish(args.json)
+
+
+def _real(report: Report, model: str, count: int) -> None:
+    """The prefix-heavy workload at a quarter of its lengths, for small machines."""
+    arrivals = [
+        replace(a, input_tokens=a.input_tokens // 4, output_tokens=max(2, a.output_tokens // 4))
+        for a in prefix_heavy(Path(), count)
+    ]
+    load = at_rate(arrivals, 0.25, SPEEDS["cpu"], GENERATED_BLOCK // 4)
+    _slo_real.compare(report, model, load, Targets(2.0, 0.25), GENERATED_BLOCK // 4)
 
 
 if __name__ == "__main__":
