@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from baton.cluster.load_ledger import Load, LoadLedger
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord
 from baton.step_totals import StepTotals, chunk_attention
-from router.fair_queue import FairQueue, Ticket
+from router.fair_queue import PATIENCE_S, FairQueue, Ticket
 from router.placement import POLICIES, Candidate, NoRoom, Plan, RequestFacts, Rules, place
 from router.predictor import Predictor
 from router.targets import Targets
@@ -76,6 +76,7 @@ class Request:
     emitted: int = 0
     first_at: float = math.inf
     ended_at: float = math.inf
+    due_at: float = math.inf
     claims: dict[str, Load] = field(default_factory=dict)
     steps: StepTotals = field(default_factory=StepTotals)
     decode_steps: StepTotals = field(default_factory=StepTotals)
@@ -119,7 +120,7 @@ class Worker:
         """The next step: its work, chunks of prompts and the sequences that decode."""
         budget, chunks = CHUNK - len(self.decoding), []
         prefilled = attended = 0
-        for request in sorted(self.prompts, key=lambda r: (r.arrival.at_s, r.number)):
+        for request in sorted(self.prompts, key=lambda r: (r.due_at, r.number)):
             size = min(request.uncached - request.computed, budget)
             if size <= 0:
                 break
@@ -176,6 +177,8 @@ class Simulation:
         arrival = request.arrival
         due_at = arrival.at_s + self._targets.ttft_s
         ticket = Ticket(request.number, arrival.at_s, due_at=due_at, tokens=arrival.input_tokens)
+        first = next(iter(self._workers.values())).record
+        ticket.work_s = self.predictor.prefill_s(first, arrival.input_tokens)
         self._tickets[ticket] = request
         self._queue.push(ticket)
         self._grant()
@@ -205,6 +208,9 @@ class Simulation:
         candidates = [self._candidate(worker, request) for worker in self._workers.values()]
         plan = place(self._policy, facts, candidates, self.predictor, self._rules)
         request.plan = plan
+        # As workers do: what is late already goes behind what is not, for a while.
+        due_at = arrival.at_s + self._targets.ttft_s
+        request.due_at = due_at if self._now < due_at else self._now + PATIENCE_S
         first = plan.prefill or plan.decode
         assert first is not None
         worker = self._workers[first.worker_id]

@@ -140,7 +140,7 @@ class RouterSettings(CommonSettings):
         choices(DecodePrefills),
     )
     prefill_backlog_s: Seconds = option(
-        2.0, "predicted work given to a prefill worker ahead of its turn", _SECONDS
+        0.25, "predicted work given to a prefill worker ahead of its turn", _SECONDS
     )
     ttft_ms: Millis | None = option(None, "target for the time to first token", _MILLIS)
     tpot_ms: Millis | None = option(None, "target for the time per further token", _MILLIS)

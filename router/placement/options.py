@@ -34,10 +34,11 @@ class NoRoom(Overloaded):
 
 @dataclass(frozen=True)
 class Rules:
-    """`backlog_s`: predicted work that a prefill worker may have ahead of a new prompt."""
+    """`backlog_s`: predicted prefill work that a worker may have ahead of a new prompt. What does
+    not fit waits in the router, where its turn and its worker can still be changed."""
 
     decode_prefills: DecodePrefills = "auto"
-    backlog_s: float = 2.0
+    backlog_s: float = 0.25
 
 
 class Options:
@@ -63,6 +64,7 @@ class Options:
         self._by_layout: dict[KVLayout, list[Candidate]] = {}
         for prefill in self.prefills:
             self._by_layout.setdefault(prefill.record.layout, []).append(prefill)
+        self._busy = {c.record.worker_id for c in decodes if not self._may_queue(c)}
         self.decodes = [c for c in decodes if self._decode_has_room(c) and self._usable(c)]
         if not self.decodes and (request.needs_decode or not self.prefills):
             raise self._nothing(decodes)
@@ -74,6 +76,8 @@ class Options:
     def may_prefill(self, decode: Candidate) -> bool:
         """Whether `decode` may compute the prompt itself."""
         rule = self._rules.decode_prefills
+        if decode.record.worker_id in self._busy:
+            return False
         return rule == "auto" or (rule == "fallback" and not self.matching(decode))
 
     def check(self, plan: Plan) -> Plan:
@@ -127,7 +131,7 @@ class Options:
     def _nothing(self, decodes: list[Candidate]) -> NoWorker | NoRoom:
         if not decodes:
             return NoWorker(Role.DECODE if self.request.needs_decode else Role.PREFILL)
-        if not any(map(self._usable, decodes)):
+        if not self._busy and not any(map(self._usable, decodes)):
             return NoWorker(Role.PREFILL)
         return NoRoom(Role.DECODE)
 
@@ -144,6 +148,12 @@ class Options:
         if candidate.requests == 0 or math.isinf(self._rules.backlog_s):
             return True
         return self._pricing.queue_s(candidate) <= self._rules.backlog_s
+
+    def _may_queue(self, decode: Candidate) -> bool:
+        """Whether a prompt may join those that a decode worker has to compute."""
+        if decode.prefilling[0] == 0 or math.isinf(self._rules.backlog_s):
+            return True
+        return self._pricing.decode_queue_s(decode) <= self._rules.backlog_s
 
     def _decode_has_room(self, candidate: Candidate) -> bool:
         record, n = candidate.record, self.request.n

@@ -1,5 +1,7 @@
 """Prices placements of one request from predictions; what depends on one worker is priced once."""
 
+import math
+
 from baton.cluster.workers import KVLayout
 from router.placement.cost import Cost
 from router.placement.facts import Candidate, RequestFacts
@@ -24,6 +26,10 @@ class Pricing:
             work = (prefill.requests, prefill.tokens)
             self._queues[key] = self._predictor.backlog_s(prefill.record, *work)
         return self._queues[key]
+
+    def decode_queue_s(self, decode: Candidate) -> float:
+        """Until a decode worker has computed the prompts that it was given."""
+        return self._predictor.backlog_s(decode.record, *decode.prefilling)
 
     def prefill_s(self, prefill: Candidate) -> float:
         """The prompt's own time on a prefill worker, after what that has cached."""
@@ -50,10 +56,14 @@ class Pricing:
         """The last token of a prompt is computed even if all of it is cached."""
         return max(self._request.num_prompt_tokens - candidate.cached_tokens, 1)
 
-    def decode_harm_s(self, decode: Candidate) -> float:
-        """What the others there lose to one more neighbour, all together."""
+    def decode_harm_s(self, decode: Candidate, stall_s: float = 0.0) -> float:
+        """What the others there lose to one more neighbour, all together, and to a prompt that
+        stalls them. It hurts less the more slack they have."""
         before, after = self.steps_s(decode)
-        return decode.requests * (after - before) * self._output
+        lost_s = decode.requests * ((after - before) * self._output + stall_s)
+        if math.isinf(decode.tightest_tpot_s):
+            return lost_s
+        return lost_s * min(after / decode.tightest_tpot_s, 1.0)
 
     def prefill_only(self, prefill: Candidate) -> Cost:
         uncached = self.uncached(prefill)
@@ -104,14 +114,15 @@ class Pricing:
         return Cost(
             waited_s=self._request.waited_s,
             admit_s=predictor.admit_s,
-            queue_s=predictor.backlog_s(record, *decode.prefilling),
+            queue_s=self.decode_queue_s(decode),
             prefill_s=prefill_s,
             step_s=after,
             output_tokens=self._output,
             others=others,
             others_before_s=before,
-            others_after_s=after + stall_s / max(self._output, 1) if others else 0.0,
-            harm_s=self.decode_harm_s(decode) + others * stall_s,
+            # Many answers are shorter than the mean, and are well under way already.
+            others_after_s=after + stall_s / max(self._output / 4, 1) if others else 0.0,
+            harm_s=self.decode_harm_s(decode, stall_s),
             cached_tokens=cached,
             uncached_tokens=uncached,
             free_blocks=decode.free_blocks,

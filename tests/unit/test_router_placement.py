@@ -15,7 +15,7 @@ from tests.support.candidates import decode, prefill, speed
 from tests.support.stub_workers import LAYOUT
 
 FACTS = RequestFacts(num_prompt_tokens=100, max_tokens=50, n=1)
-APART = Rules(decode_prefills="never")
+APART = Rules(decode_prefills="never", backlog_s=2.0)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -213,7 +213,7 @@ def test_a_request_waits_rather_than_break_the_promises_to_those_who_decode() ->
 
 
 def test_a_short_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
-    auto = Rules(decode_prefills="auto")
+    auto = Rules(decode_prefills="auto", backlog_s=2.0)
     short = RequestFacts(16, 50, 1)
     busy = prefill(requests=1, tokens=1000)
     assert names(plan(busy, decode(), facts=short, rules=auto)) == (None, "d")
@@ -234,8 +234,16 @@ def test_a_long_prompt_waits_for_prefill_rather_than_stall_a_full_batch() -> Non
         )
 
 
+def test_prompts_do_not_queue_up_at_a_decode_worker() -> None:
+    auto = Rules(decode_prefills="auto", backlog_s=0.1)
+    waiting = decode("d1", 3, 900, prefilling=(2, 300))
+    assert names(plan(waiting, decode("d2", 40, 4000), rules=auto)) == (None, "d2")
+    with pytest.raises(NoRoom):
+        plan(waiting, rules=auto)
+
+
 def test_decode_prefills_where_most_of_the_prompt_is_cached() -> None:
-    auto = Rules(decode_prefills="auto")
+    auto = Rules(decode_prefills="auto", backlog_s=2.0)
     facts = RequestFacts(1000, 50, 1)
     workers = (prefill(), decode("d1"), decode("d2", cached_tokens=992))
     assert names(plan(*workers, facts=facts, rules=auto)) == (None, "d2")
