@@ -40,7 +40,7 @@ function drawTiles(report) {
 
 // --- charts --------------------------------------------------------------------------------
 
-function chart(title, series, unit) {
+function chart(title, series, unit, most) {
   const points = series.flatMap(([, values]) => values);
   const figure = make("figure", {}, make("figcaption", {}, title));
   if (!points.length) {
@@ -48,7 +48,7 @@ function chart(title, series, unit) {
     return figure;
   }
   const [start, end] = [Math.min(...points.map(([at]) => at)), Math.max(...points.map(([at]) => at))];
-  const top = Math.max(...points.map(([, value]) => value)) * 1.1 || 1;
+  const top = most ?? (Math.max(...points.map(([, value]) => value)) * 1.1 || 1);
   const svg = make("svg", { viewBox: "0 0 320 110", role: "img", "aria-label": title });
   series.forEach(([name, values], index) => {
     const place = ([at, value]) => `${end > start ? 4 + (312 * (at - start)) / (end - start) : 160},${100 - (88 * value) / top}`;
@@ -67,7 +67,7 @@ function drawCharts(report) {
   $("charts").replaceChildren(
     chart("TTFT", latency("ttft_ms"), ms),
     chart("TPOT", latency("tpot_ms"), ms),
-    chart("Targets kept", [["share", over((point) => point.attainment)]], share),
+    chart("Targets kept", [["share", over((point) => point.attainment)]], share, 1),
     chart("Requests per second", [["served", over((p) => p.request_throughput)], ["good", over((p) => p.goodput)]], rate),
   );
 }
@@ -79,7 +79,8 @@ const COLUMNS = ["role", "worker", "running", "queue", "hand-offs", "KV pool", "
 function drawWorkers(workers, report) {
   const seen = new Map(report.workers.map((row) => [row.worker, row]));
   const head = make("thead", {}, make("tr", {}, ...COLUMNS.map((name) => make("th", { scope: "col" }, name))));
-  const body = make("tbody", {}, ...workers.map((worker) => workerRow(worker, seen.get(worker.worker_id))));
+  const sorted = workers.toSorted((a, b) => b.role.localeCompare(a.role) || a.worker_id.localeCompare(b.worker_id));
+  const body = make("tbody", {}, ...sorted.map((worker) => workerRow(worker, seen.get(worker.worker_id))));
   $("workers").replaceChildren(head, body);
 }
 

@@ -58,6 +58,10 @@ ORDER = (
 """As a request goes through them."""
 
 
+_WAITS = {"recompute": "preempted", "prefill": "prefill_queue"}
+"""What the time before a step was, by what the step did."""
+
+
 def spans_of(trails: Iterable[Trail]) -> Iterator[Span]:
     for trail in trails:
         for noted in trail.spans:
@@ -93,8 +97,6 @@ def _steps(call: CallTrail) -> Iterator[Noted]:
     decodes, previous_end, previous_context = 0, None, 0.0
     for start, end, batch_size, num_tokens, context in call.steps_by_row():
         again = context - num_tokens < previous_context
-        if previous_end is not None and start > previous_end:
-            yield Noted("preempted" if again else "decode_wait", previous_end, start, {})
         detail = {"batch_size": int(batch_size), "context": int(context)}
         if again:
             name = "recompute"
@@ -103,6 +105,8 @@ def _steps(call: CallTrail) -> Iterator[Noted]:
         else:
             name = "decode_step" if decodes else "first_decode_step"
             decodes += 1
+        if previous_end is not None and start > previous_end:
+            yield Noted(_WAITS.get(name, "decode_wait"), previous_end, start, {})
         if name != "decode_step":
             detail["tokens"] = int(num_tokens)
         yield Noted(name, start, end, detail)
