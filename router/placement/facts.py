@@ -37,13 +37,12 @@ class Candidate(NamedTuple):
     tokens: int = 0
     free_blocks: int = 0
     cached_tokens: int = 0
-    """Of this request's prompt, in its cache by the time the request gets there."""
+    """Of this request's prompt, in its cache by the time the request gets there. While nothing is
+    known of caches: where prompts that begin like this one are sent."""
     prefilling: tuple[int, int] = (0, 0)
     """Prompts that a decode worker computes itself, and their tokens still to compute."""
     tightest_tpot_s: float = math.inf
     """The shortest target among the requests that it decodes."""
-    preferred: bool = False
-    """Where prompts that begin like this one go while nothing is known of caches."""
 
     @property
     def crowding(self) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Where most of the prompt is cached; among equals the preferred one, then the least loaded."""
+"""Where most of the prompt is cached; among equals the least loaded."""
 
 from router.placement.cost import Plan
 from router.placement.facts import Candidate
@@ -14,5 +14,5 @@ class Prefix:
         return options.plan(min(prefills, key=_affinity) if prefills else None, decode)
 
 
-def _affinity(candidate: Candidate) -> tuple[int, bool, float, str]:
-    return -candidate.cached_tokens, not candidate.preferred, *candidate.crowding
+def _affinity(candidate: Candidate) -> tuple[int, float, str]:
+    return -candidate.cached_tokens, *candidate.crowding

@@ -137,12 +137,6 @@ def test_prefix_follows_the_longest_match_whatever_the_load() -> None:
     assert names(plan(prefill("p"), hot, decode(), policy="prefix"))[0] == "hot"
 
 
-def test_prefix_without_an_index_follows_the_preferred_worker() -> None:
-    assert names(plan(prefill("p"), prefill("q", preferred=True), decode(), policy="prefix"))[
-        0
-    ] == ("q")
-
-
 def test_power_of_two_never_takes_the_more_loaded_of_its_two() -> None:
     workers = (prefill("p1"), prefill("p2", 3, 30), decode())
     for number in range(20):
