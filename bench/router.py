@@ -47,7 +47,7 @@ def main() -> None:
 
 def _placements(report: Report, rounds: int) -> None:
     for count in (4, 16, 64, 256):
-        draw, predictor = random.Random(count), Predictor()
+        draw, predictor, rules = random.Random(count), Predictor(), Rules(backlog_s=60.0)
         workers = [worker.record for worker in make_workers(count // 2, count // 2, GPU, 1)]
         seconds = []
         for number in range(rounds):
@@ -63,7 +63,7 @@ def _placements(report: Report, rounds: int) -> None:
             ]
             request = RequestFacts(1024, 200, 1, Targets(1.0, 0.05), number=number)
             start = time.perf_counter()
-            place(Slo(), request, candidates, predictor, Rules())
+            place(Slo(), request, candidates, predictor, rules)
             seconds.append(time.perf_counter() - start)
         seconds.sort()
         report.add(f"placement.p50_ms.{count}", seconds[rounds // 2] * 1e3, "ms")
