@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ async def second_client(url: str, request: PlannedRequest) -> tuple[float, float
 
 
 async def test_two_independent_clients_agree_within_3_percent() -> None:
-    """At the same time, so that a busy machine slows both alike; medians, so that one stall
-    decides nothing."""
+    """The best of seven each: a stall of a busy machine can only make a client see more."""
     planned = synthetic(AT_ONCE * 7, 64, 16)
     ours: list[Outcome] = []
     theirs: list[tuple[float, float]] = []
@@ -50,9 +48,8 @@ async def test_two_independent_clients_agree_within_3_percent() -> None:
             )
             ours += outcomes
             theirs.append(second)
-    median = statistics.median
-    ttfts = median(o.ttft_s for o in ours), median(ttft for ttft, _ in theirs)
-    tpots = median(o.tpot_s or 0 for o in ours), median(tpot for _, tpot in theirs)
+    ttfts = min(o.ttft_s for o in ours), min(ttft for ttft, _ in theirs)
+    tpots = min(o.tpot_s or 0 for o in ours), min(tpot for _, tpot in theirs)
     assert ttfts[0] == pytest.approx(ttfts[1], rel=0.03)
     assert tpots[0] == pytest.approx(tpots[1], rel=0.03)
 
