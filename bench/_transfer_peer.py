@@ -96,7 +96,7 @@ async def serve_decode(
     """Starts the decode service around an engine, without a registry; it runs while the server
     is kept."""
     running = AsyncEngine(engine)
-    worker, inbox = DecodeWorker(running, cache, Activity(), 30.0), Inbox(settings)
+    worker, inbox = DecodeWorker(running, cache, Activity(), 30.0), Inbox(settings, cache.layout)
     status = SimpleNamespace(incarnation="bench", address="")
     decode = DecodeServicer(worker, status, vocab_size, inbox)  # type: ignore[arg-type]
     transfer = KVTransferServicer(worker, inbox, cache.layout, "bench", 30.0)

@@ -27,7 +27,7 @@ async def serve_decode(
     engine, activity = AsyncEngine(parts.engine), Activity()
     worker = DecodeWorker(engine, parts.cache, activity, settings.lease_s)
     status = WorkerStatus(Role.DECODE, settings, new_incarnation(), parts, activity)
-    inbox = Inbox(settings, parts.cache.data.device.type)
+    inbox = Inbox(settings, parts.cache.layout, parts.cache.data.device.type)
     activity.transfers.resources = inbox.resources
     decode = DecodeServicer(worker, status, parts.vocab_size, inbox)
     transfer = KVTransferServicer(

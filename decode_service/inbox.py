@@ -7,6 +7,7 @@ means, and whether it is still wanted, is decided elsewhere.
 from collections.abc import Callable
 
 from baton.cluster.settings import DecodeSettings
+from baton.engine.kv_layout import KVLayout
 from baton.engine.transfer import shm, torch_dist
 from baton.engine.transfer.base import (
     MAX_FRAME_BYTES,
@@ -20,6 +21,7 @@ from baton.engine.transfer.base import (
 from baton.engine.transfer.offload import copying
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
+from baton.worker.translate import layout_to_pb
 
 Write = Callable[[Payload, int | None], None]
 """Takes a payload and its checksum, in any thread; the payload is only lent."""
@@ -28,19 +30,22 @@ Write = Callable[[Payload, int | None], None]
 class Inbox:
     """Made and used on the event loop."""
 
-    def __init__(self, settings: DecodeSettings, device: str = "cpu") -> None:
+    def __init__(self, settings: DecodeSettings, layout: KVLayout, device: str = "cpu") -> None:
+        self.timeout_s = settings.transport_timeout_s
         self.pools = shm.SharedPools()
         self.groups = torch_dist.TorchInbox(
             _own_host(settings), device, settings.max_torch_groups, settings.transport_timeout_s
         )
         self._transports = _transports(settings.transport, device)
         self._device = device
+        self._layout = layout
 
     def offer(self) -> common_pb2.TransferOffer:
         return common_pb2.TransferOffer(
             host_id=shm.host_id() if "shm" in self._transports else "",
             transports=self._transports,
             torch_backends=torch_dist.backends(self._device),
+            layout=layout_to_pb(self._layout),
         )
 
     async def deliver(

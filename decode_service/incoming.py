@@ -12,19 +12,21 @@ import numpy as np
 
 from baton.engine.kv_cache import KVCache
 from baton.engine.transfer.base import Commit, HandoffDamaged, HandoffRefused, Payload
-from baton.engine.transfer.payload import num_bytes, write_payload
+from baton.engine.transfer.payload import num_bytes, smaller_blocks, write_payload
 from baton.engine.transfer.plan import FramePlan
 from decode_service.reservations import Reservation, Reservations, State
 
 
 class IncomingHandoff:
-    """For a reservation in state RECEIVING."""
+    """For a reservation in state RECEIVING. Positions count blocks of `block_size` tokens, which
+    may be smaller than the cache's own."""
 
     def __init__(
         self,
         reservations: Reservations,
         reservation: Reservation,
         cache: KVCache,
+        block_size: int,
     ) -> None:
         self.bytes_received = 0
         self.blocks_received = 0
@@ -32,15 +34,16 @@ class IncomingHandoff:
         self.committed = False
         self._reservations = reservations
         self._reservation = reservation
-        self._cache = cache
+        self._cache = cache.in_blocks_of(block_size)
+        ratio = cache.layout.block_size // block_size
+        self._table = smaller_blocks(reservation.seq.held_blocks, ratio)
         self._ended = False
         self._expected: dict[int, FramePlan] = {}
         """By sequence: booked, and not yet applied."""
         self._writing = threading.Lock()
-        positions = reservation.seq.handoff_positions(cache.layout.block_size)
-        self._asked_for = positions[reservation.num_held :]
-        num_blocks = len(reservation.seq.held_blocks)
-        self._missing = np.zeros((cache.layout.num_layers, num_blocks), dtype=bool)
+        positions = reservation.seq.handoff_positions(block_size)
+        self._asked_for = positions[reservation.num_held * ratio :]
+        self._missing = np.zeros((cache.layout.num_layers, len(self._table)), dtype=bool)
         """[layer, block position]: asked for, and not booked."""
         self._missing[:, self._asked_for] = True
 
@@ -67,11 +70,10 @@ class IncomingHandoff:
         self.num_frames = sequence
 
     def write(self, sequence: int, plan: FramePlan, payload: Payload, checksum: int | None) -> None:
-        table = self._reservation.seq.held_blocks
         with self._writing:
             if self._ended or self._expected.get(sequence) is not plan:
                 raise HandoffRefused(f"frame {sequence} is not expected any more")
-            write_payload(self._cache, plan, payload, checksum, table)
+            write_payload(self._cache, plan, payload, checksum, self._table)
 
     def applied(self, sequence: int) -> None:
         self._check_state()

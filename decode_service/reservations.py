@@ -15,6 +15,7 @@ that is still open when a newer one comes is fenced: told to end, and waited for
 """
 
 import asyncio
+import hmac
 import secrets
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class Reservation:
     next_generation: int = 0
     state: State = State.RESERVED
     id: str = field(default_factory=lambda: secrets.token_hex(16))
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
+    """Whoever fills the reservation must know it."""
     first_tokens: tuple[FirstToken, ...] = ()
     committed_at: float | None = None
     on_committed: Callable[[], None] = lambda: None
@@ -79,12 +82,16 @@ class Reservations:
         self._open[reservation.id] = reservation
         return reservation
 
-    def find(self, reservation_id: str) -> Reservation | None:
-        return self._open.get(reservation_id)
+    def find(self, reservation_id: str, secret: bytes) -> Reservation:
+        """Raises HandoffRefused, in the same words whether the id or the secret is wrong."""
+        reservation = self._open.get(reservation_id)
+        if reservation is None or not hmac.compare_digest(reservation.secret, secret):
+            raise HandoffRefused(f"reservation {reservation_id} is unknown or has ended")
+        return reservation
 
-    async def fence(self, reservation_id: str, generation: int) -> None:
+    async def fence(self, reservation: Reservation, generation: int) -> None:
         """Ends a hand-off of an older generation that is still open; raises HandoffRefused."""
-        reservation = self._newer(reservation_id, generation)
+        self._check_newer(reservation, generation)
         reservation.next_generation = generation
         if reservation.state is State.RECEIVING:
             reservation.end_receiving()
@@ -94,26 +101,23 @@ class Reservations:
             except TimeoutError:
                 raise HandoffRefused(f"the older attempt still writes after {FENCE_S} s") from None
 
-    def open(self, reservation_id: str, generation: int) -> Reservation:
+    def open(self, reservation: Reservation, generation: int) -> None:
         """Takes the promised blocks for a hand-off; raises HandoffRefused."""
-        reservation = self._newer(reservation_id, generation)
+        self._check_newer(reservation, generation)
         if reservation.state is not State.RESERVED:
             raise HandoffRefused(f"the reservation is {reservation.state.name.lower()} already")
         self._engine.apply(lambda: self._take_blocks(reservation))
         reservation.next_generation = generation + 1
         reservation.state = State.RECEIVING
         reservation.writers_gone.clear()
-        return reservation
 
-    def _newer(self, reservation_id: str, generation: int) -> Reservation:
-        reservation = self._open.get(reservation_id)
-        if reservation is None:
-            raise HandoffRefused(f"reservation {reservation_id} is unknown or has ended")
+    def _check_newer(self, reservation: Reservation, generation: int) -> None:
+        if self._open.get(reservation.id) is not reservation:
+            raise HandoffRefused(f"reservation {reservation.id} is unknown or has ended")
         if generation < reservation.next_generation:
             raise HandoffRefused(
                 f"generation {generation} is late, {reservation.next_generation} is next"
             )
-        return reservation
 
     def abort(self, reservation: Reservation) -> None:
         """The open hand-off has ended without commit and writes no more."""

@@ -64,6 +64,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if isinstance(event, Reserved):
             reservation = common_pb2.Reservation(
                 id=event.id,
+                secret=event.secret,
                 generation=0,
                 incarnation=self._status.incarnation,
                 address=self._status.address,

@@ -1,5 +1,6 @@
 """The KVTransfer service: checks who pushes what, then leaves the frames to `Receiving`."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,7 +10,8 @@ from baton.engine.transfer.base import HandoffDamaged, HandoffRefused
 from baton.v1 import kv_pb2
 from baton.worker import kv_wire
 from baton.worker.faults import status_of_faults
-from baton.worker.translate import layout_difference
+from baton.worker.rendezvous import Rendezvous
+from baton.worker.translate import handoff_block_size
 from decode_service.inbox import Inbox
 from decode_service.receiving import FrameReader, Receiving
 from decode_service.worker import DecodeWorker
@@ -35,7 +37,7 @@ class KVTransferServicer:
         push = grpc.stream_stream_rpc_method_handler(
             self.Push, kv_wire.parse, kv_pb2.KVAck.SerializeToString
         )
-        join = grpc.unary_stream_rpc_method_handler(
+        join = grpc.stream_stream_rpc_method_handler(
             self.Join, kv_pb2.JoinRequest.FromString, kv_pb2.JoinResponse.SerializeToString
         )
         service = grpc.method_handlers_generic_handler(
@@ -50,8 +52,11 @@ class KVTransferServicer:
             reader = FrameReader(frames, self._frame_timeout_s)
             opening = (await reader.next()).message
             self._check(opening)
-            reservation_id, generation = opening.open.reservation_id, opening.open.generation
-            async with self._worker.receive(reservation_id, generation) as handoff:
+            reservation = self._worker.reservation(opening.open.reservation_id, opening.open.secret)
+            block_size = handoff_block_size(opening.open.layout, self._layout)
+            async with self._worker.receive(
+                reservation, opening.open.generation, block_size
+            ) as handoff:
                 await Receiving(handoff, self._inbox, reader, context.write).run()
             await context.write(
                 kv_pb2.KVAck(
@@ -62,20 +67,34 @@ class KVTransferServicer:
                 )
             )
 
-    async def Join(self, request: kv_pb2.JoinRequest, context: grpc.aio.ServicerContext) -> None:
-        async with (
-            status_of_faults(context, "join"),
-            self._inbox.groups.member(request.backend, request.max_bytes) as (name, port),
-        ):
-            await context.write(kv_pb2.JoinResponse(group=name, store_port=port))
-            # The sender, or its death, ends the call and with it the group.
-            await self._inbox.groups.ended(name)
+    async def Join(
+        self, requests: AsyncIterator[kv_pb2.JoinRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        async with status_of_faults(context, "join"):
+            request = await self._first(requests)
+            self._worker.reservation(request.reservation_id, request.secret)
+            async with Rendezvous(self._inbox.timeout_s) as rendezvous:
+                groups = self._inbox.groups
+                async with groups.member(
+                    request.backend, request.max_bytes, rendezvous.store
+                ) as name:
+                    await context.write(kv_pb2.JoinResponse(group=name))
+                    rendezvous.talk(
+                        lambda key: context.write(kv_pb2.JoinResponse(key=key)),
+                        (request.key async for request in requests),
+                    )
+                    # The sender, or its death, ends the call and with it the group.
+                    await rendezvous.over(groups.ended(name))
+
+    async def _first(self, requests: AsyncIterator[kv_pb2.JoinRequest]) -> kv_pb2.JoinRequest:
+        try:
+            async with asyncio.timeout(self._inbox.timeout_s):
+                return await anext(requests)
+        except (StopAsyncIteration, TimeoutError):
+            raise HandoffRefused("the caller did not say who it is") from None
 
     def _check(self, frame: kv_pb2.KVFrame) -> None:
         if frame.WhichOneof("frame") != "open":
             raise HandoffDamaged("the first frame does not open a hand-off")
         if frame.open.incarnation != self._incarnation:
             raise HandoffRefused("the reservation belongs to an earlier life of this worker")
-        difference = layout_difference(self._layout, frame.open.layout)
-        if difference:
-            raise HandoffRefused(f"the KV caches do not match: {difference}")

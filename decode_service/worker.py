@@ -41,6 +41,7 @@ class GenerateJob:
 @dataclass(frozen=True)
 class Reserved:
     id: str
+    secret: bytes
     held_blocks: tuple[int, ...]
     lease_s: float
     received_at: float
@@ -199,6 +200,10 @@ class DecodeWorker:
             due_at=job.due_at,
         )
 
+    def reservation(self, reservation_id: str, secret: bytes) -> Reservation:
+        """Raises HandoffRefused to who does not know the secret."""
+        return self._reservations.find(reservation_id, secret)
+
     def stop_choice(self, reservation_id: str, choice: int) -> bool:
         """Ends one choice; False when it has ended already or was never known."""
         group = self._groups.get(reservation_id)
@@ -212,11 +217,14 @@ class DecodeWorker:
         return True
 
     @asynccontextmanager
-    async def receive(self, reservation_id: str, generation: int) -> AsyncIterator[IncomingHandoff]:
-        """One incoming hand-off; leaving without commit aborts it. Raises HandoffRefused."""
-        await self._reservations.fence(reservation_id, generation)
-        reservation = self._reservations.open(reservation_id, generation)
-        handoff = IncomingHandoff(self._reservations, reservation, self._cache)
+    async def receive(
+        self, reservation: Reservation, generation: int, block_size: int
+    ) -> AsyncIterator[IncomingHandoff]:
+        """One incoming hand-off in blocks of `block_size` tokens; leaving without commit aborts it.
+        Raises HandoffRefused."""
+        await self._reservations.fence(reservation, generation)
+        self._reservations.open(reservation, generation)
+        handoff = IncomingHandoff(self._reservations, reservation, self._cache, block_size)
         task, told_to_end = asyncio.current_task(), False
 
         def end() -> None:
@@ -252,16 +260,16 @@ class DecodeWorker:
             self._engine.engine.add(seq)
             lease.done.set()
             with self._named(secrets.token_hex(16), seq) as name:
-                yield Reserved(name, (), 0.0, received_at), lease, None
+                yield Reserved(name, b"", (), 0.0, received_at), lease, None
             return
         reservation = self._reservations.reserve(seq)
         reservation.on_committed = lease.done.set
         reservation.on_frame = lease.renew
-        held = tuple(range(reservation.num_held))
+        held, secret = tuple(range(reservation.num_held)), reservation.secret
         self._activity.transfers.in_flight += 1
         try:
             with self._named(reservation.id, seq) as name:
-                yield Reserved(name, held, self._lease_s, received_at), lease, reservation
+                yield Reserved(name, secret, held, self._lease_s, received_at), lease, reservation
         finally:
             self._activity.transfers.in_flight -= 1
             self._reservations.cancel(reservation)

@@ -5,39 +5,45 @@ complete and which the sequence still holds: the owner calls `stop` before endin
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import Sequence, StepOutput
 from baton.engine.transfer.base import FirstToken, KVSender
 from baton.engine.transfer.plan import FramePlan
 
 
-class Handoff:
-    """`held` are the block positions that decode already has. Made on the event loop."""
+class _Progress(NamedTuple):
+    num_tokens: int
+    layers: range
 
-    def __init__(
-        self, sender: KVSender, layout: KVLayout, seq: Sequence, held: Collection[int]
-    ) -> None:
+
+class Handoff:
+    """Made on the event loop."""
+
+    def __init__(self, sender: KVSender, num_layers: int, seq: Sequence) -> None:
         self.sender = sender
         self.blocks_sent = 0
         self.committed = False
         self.transfers: list[tuple[float, float]] = []
         """When KV was on its way, monotonic clock: one span per chunk, and the commit's."""
-        self._layout = layout
         self._seq = seq
-        self._held = frozenset(held)
-        self._next_block = 0
-        # Bounded by the number of chunks of a prompt.
-        self._progress: asyncio.Queue[int | tuple[FirstToken, ...]] = asyncio.Queue()
+        self._next_block = [0] * num_layers
+        """Of each layer."""
+        # Bounded by the number of reports per chunk and of chunks of a prompt.
+        self._progress: asyncio.Queue[_Progress | tuple[FirstToken, ...]] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
-    def advance(self, num_computed_tokens: int) -> None:
-        """KV of so many tokens is complete."""
+    def advance(self, num_computed_tokens: int, layers: range | None = None) -> None:
+        """KV of so many tokens is complete, in these layers or in all."""
+        if self._task.done():
+            return
         self.sender.open()
-        self._progress.put_nowait(num_computed_tokens)
+        progress = _Progress(num_computed_tokens, layers or range(len(self._next_block)))
+        self._progress.put_nowait(progress)
 
     async def complete(self, firsts: tuple[StepOutput, ...]) -> None:
         """Ships the rest and commits. Raises HandoffError when decode did not take it."""
@@ -58,25 +64,37 @@ class Handoff:
             self._task.exception()  # seen: `complete` has raised it, or nobody needs it
 
     async def _run(self) -> None:
-        block_size = self._layout.block_size
         try:
-            while isinstance(done := await self._progress.get(), int):
-                await self._send_until(done // block_size)
-            await self._send_until(len(self._seq.held_blocks))
+            while isinstance(done := await self._progress.get(), _Progress):
+                await self._send_until(done.num_tokens // self.sender.block_size, done.layers)
+            positions = self._seq.handoff_positions(self.sender.block_size)
+            for layers in self._level_layers():
+                await self._send_until(positions[-1] + 1, layers)
+            self.blocks_sent = len([p for p in positions if p not in self.sender.held])
             with self._timed():
                 await self.sender.commit(done)
         finally:
             await self.sender.abort()
 
-    async def _send_until(self, end_block: int) -> None:
-        wanted = self._seq.handoff_positions(self._layout.block_size)
-        due = [p for p in wanted if self._next_block <= p < end_block]
-        positions = [p for p in due if p not in self._held]
-        self._next_block = max(self._next_block, end_block)
+    async def _send_until(self, end_block: int, layers: range) -> None:
+        """`layers` have come equally far."""
+        start, held = self._next_block[layers.start], self.sender.held
+        wanted = self._seq.handoff_positions(self.sender.block_size)
+        positions = [p for p in wanted if start <= p < end_block and p not in held]
+        for layer in layers:
+            self._next_block[layer] = max(start, end_block)
         if positions:
             with self._timed():
-                await self.sender.send(FramePlan(0, self._layout.num_layers, tuple(positions)))
-        self.blocks_sent += len(positions)
+                await self.sender.send(FramePlan(layers.start, len(layers), tuple(positions)))
+
+    def _level_layers(self) -> list[range]:
+        """Ranges of layers that have come equally far."""
+        start, ranges = 0, []
+        for _, group in itertools.groupby(self._next_block):
+            end = start + len(list(group))
+            ranges.append(range(start, end))
+            start = end
+        return ranges
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -16,10 +16,11 @@ from baton.cluster.workers import WorkerLink
 from baton.engine.kv_cache import KVCache
 from baton.engine.sequence import Sequence
 from baton.engine.transfer import shm, torch_dist
-from baton.engine.transfer.base import KVSender, PayloadLink, TransportFailed
+from baton.engine.transfer.base import PayloadLink, TransportFailed
 from baton.engine.transfer.payload import SequenceReader
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
+from baton.worker.translate import handoff_block_size
 from prefill_service.inline import InlineLink
 from prefill_service.push import PushSender
 from prefill_service.torch_pair import TorchPair
@@ -49,12 +50,21 @@ class Pairs:
         self.memory = memory
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
 
-    def sender(self, destination: common_pb2.Reservation, seq: Sequence) -> KVSender:
+    def sender(self, destination: common_pb2.Reservation, seq: Sequence) -> PushSender:
+        """Raises HandoffRefused when the two caches do not match."""
+        layout = self._cache.layout
+        block_size = handoff_block_size(layout, destination.offer.layout)
+        reader = SequenceReader(
+            self._cache.in_blocks_of(block_size),
+            seq,
+            self.settings.kv_checksum,
+            layout.block_size // block_size,
+        )
         return PushSender(
             self.channels.get(destination.address),
             destination,
-            self._cache.layout,
-            SequenceReader(self._cache, seq, self.settings.kv_checksum),
+            layout,
+            reader,
             self._pair(destination),
             self.settings.handoff_timeout_s,
         )
@@ -107,12 +117,12 @@ class Pair:
             channel, self.address, backends, pairs.device, settings.transport_timeout_s
         )
 
-    async def best(self) -> PayloadLink:
+    async def best(self, reservation: common_pb2.Reservation) -> PayloadLink:
         for transport in self._order:
             if self._resting.get(transport, 0.0) > time.monotonic():
                 continue
             try:
-                link = await self._open(transport)
+                link = await self._open(transport, reservation)
             except (TransportFailed, OSError) as error:
                 self._rest(transport, str(error))
                 continue
@@ -141,9 +151,9 @@ class Pair:
         log.warning("transport=%s peer=%s rests: %s", transport, self.address, reason)
         self._resting[transport] = time.monotonic() + self._retry_s
 
-    async def _open(self, transport: str) -> PayloadLink:
+    async def _open(self, transport: str, reservation: common_pb2.Reservation) -> PayloadLink:
         if transport == "torch":
-            return await self.torch.link()
+            return await self.torch.link(reservation)
         return self._shm if transport == "shm" and self._shm else self._pairs.inline
 
 

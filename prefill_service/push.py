@@ -8,7 +8,7 @@ every frame is acknowledged: nobody commits what was read too late.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -40,7 +40,7 @@ _ERRORS: dict[grpc.StatusCode, type[HandoffError]] = {
 class Links(Protocol):
     """The transports of a pair of workers."""
 
-    async def best(self) -> PayloadLink: ...
+    async def best(self, reservation: common_pb2.Reservation) -> PayloadLink: ...
 
     def failed(self, link: PayloadLink, reason: str) -> None:
         """It rests for a while; `best` gives another one."""
@@ -75,6 +75,11 @@ class PushSender:
         self.transport = ""
         self._push = channel.stream_stream(
             "/baton.v1.KVTransfer/Push", kv_wire.serialize, kv_pb2.KVAck.FromString
+        )
+        self.block_size = reader.layout.block_size
+        ratio = destination.offer.layout.block_size // self.block_size
+        self.held: Collection[int] = frozenset(
+            block * ratio + part for block in destination.held_blocks for part in range(ratio)
         )
         self._destination = destination
         self._layout = layout
@@ -167,7 +172,7 @@ class PushSender:
     def _cut(self, plan: FramePlan, max_bytes: int) -> FramePlan:
         """The first frame of a plan; the rest of it comes next."""
         if self._reader.num_bytes(plan) > max_bytes:
-            unit = self._layout.bytes_per_block // self._layout.num_layers
+            unit = self._reader.num_bytes(FramePlan(0, 1, (0,)))
             self._plans.popleft()
             self._plans.extendleft(reversed(list(split(plan, unit, max_bytes))))
         return self._plans[0]
@@ -179,7 +184,7 @@ class PushSender:
 
     async def _best_link(self) -> PayloadLink:
         if self._link is None:
-            self._link = await self._links.best()
+            self._link = await self._links.best(self._destination)
         return self._link
 
     def _fail_link(self, link: PayloadLink, reason: str) -> None:
@@ -197,6 +202,7 @@ class PushSender:
                 reservation_id=self._destination.id,
                 generation=self._destination.generation,
                 incarnation=self._destination.incarnation,
+                secret=self._destination.secret,
                 layout=layout_to_pb(self._layout),
             )
             await self._in_time(call.write(kv_pb2.KVFrame(open=opening)), call)

@@ -55,7 +55,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             open_sender=partial(self._pairs.sender, request.destination)
             if has_destination
             else None,
-            held_blocks=frozenset(request.destination.held_blocks),
         )
 
 

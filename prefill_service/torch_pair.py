@@ -5,15 +5,17 @@ ends the call, and both sides forget the group.
 """
 
 import asyncio
-import contextlib
 import socket
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
 from baton.engine.transfer.base import TransportFailed
 from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES
-from baton.engine.transfer.torch_dist import SENDER, PairGroup, TorchLink, backends, connect_store
-from baton.v1 import kv_pb2, kv_pb2_grpc
+from baton.engine.transfer.torch_dist import SENDER, PairGroup, TorchLink, backends
+from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
+from baton.worker.rendezvous import Rendezvous
 
 
 class TorchPair:
@@ -27,19 +29,20 @@ class TorchPair:
     ) -> None:
         self.group: PairGroup | None = None
         self._stub = kv_pb2_grpc.KVTransferStub(channel)
-        self._host = address.rpartition(":")[0].strip("[]")
+        host, _, self._port = address.rpartition(":")
+        self._host = host.strip("[]")
         self._backend = next((b for b in backends(device) if b in offered), "")
         self._timeout_s = timeout_s
         self._joining: asyncio.Task[None] | None = None
         self._lives: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
 
-    async def link(self) -> TorchLink:
-        """Raises TransportFailed."""
+    async def link(self, reservation: common_pb2.Reservation) -> TorchLink:
+        """`reservation`: proof that decode knows us. Raises TransportFailed."""
         if self.group is None or self.group.ended.is_set():
             if self._joining is None:
                 self.close()
-                self._joining = asyncio.create_task(self._join())
+                self._joining = asyncio.create_task(self._join(reservation))
             # Not cancelled with the hand-off that asked first: others will want the group.
             await asyncio.shield(self._joining)
         if self.group is None:
@@ -59,56 +62,82 @@ class TorchPair:
                 task.cancel()
         self.group = self._life = None
 
-    async def _join(self) -> None:
+    async def _join(self, reservation: common_pb2.Reservation) -> None:
+        opened: asyncio.Future[PairGroup] = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(self._live(reservation, opened))
+        self._lives.add(life)
+        life.add_done_callback(self._lives.discard)
         try:
-            call, self.group = await self._new_group()
-            self._life = asyncio.create_task(_live(call, self.group))
-            self._lives.add(self._life)
-            self._life.add_done_callback(self._lives.discard)
+            async with asyncio.timeout(2 * self._timeout_s):
+                self.group = await opened
+            self._life = life
+        except TimeoutError:
+            raise TransportFailed(f"no group within {2 * self._timeout_s} s") from None
         finally:
+            if self._life is not life:
+                life.cancel()
             self._joining = None
 
-    async def _new_group(self) -> tuple[grpc.aio.UnaryStreamCall, PairGroup]:
-        request = kv_pb2.JoinRequest(backend=self._backend, max_bytes=DEFAULT_FRAME_BYTES)
-        call = self._stub.Join(request)
+    async def _live(
+        self, reservation: common_pb2.Reservation, opened: "asyncio.Future[PairGroup]"
+    ) -> None:
+        """The Join call, from its first message until either end lets go."""
+        call = self._stub.Join()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await call.read()
-            if answer is grpc.aio.EOF:
-                raise TransportFailed("decode ended the call to join")
-            return call, await self._connect(answer)
-        except BaseException as error:
+            async with Rendezvous(self._timeout_s) as rendezvous:
+                group = await self._open(call, reservation, rendezvous)
+                try:
+                    if not opened.done():
+                        opened.set_result(group)
+                        await rendezvous.over(group.ended.wait())
+                finally:
+                    group.close()
+        except (TransportFailed, grpc.aio.AioRpcError) as error:
+            if not opened.done():
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                opened.set_exception(TransportFailed(f"join: {reason}"))
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+        finally:
             call.cancel()
-            if isinstance(error, TimeoutError):
-                raise TransportFailed(f"no answer to join for {self._timeout_s} s") from None
-            if isinstance(error, grpc.aio.AioRpcError):
-                raise TransportFailed(f"join: {error.details()}") from error
-            raise
 
-    async def _connect(self, answer: kv_pb2.JoinResponse) -> PairGroup:
-        port = answer.store_port
-        store = await asyncio.to_thread(connect_store, self._host, port, self._timeout_s)
-        mine = await asyncio.to_thread(_address_towards, self._host, port)
+    async def _open(
+        self,
+        call: grpc.aio.StreamStreamCall,
+        reservation: common_pb2.Reservation,
+        rendezvous: Rendezvous,
+    ) -> PairGroup:
+        request = kv_pb2.JoinRequest(
+            backend=self._backend,
+            max_bytes=DEFAULT_FRAME_BYTES,
+            reservation_id=reservation.id,
+            secret=reservation.secret,
+        )
+        await call.write(request)
+        answer: Any = await call.read()
+        if answer is grpc.aio.EOF:
+            raise TransportFailed("decode ended the call to join")
+        rendezvous.talk(
+            lambda key: call.write(kv_pb2.JoinRequest(key=key)),
+            _heard(call),
+        )
+        mine = await asyncio.to_thread(_address_towards, self._host, int(self._port))
         return await PairGroup.open(
-            store, answer.group, SENDER, self._backend, DEFAULT_FRAME_BYTES, mine, self._timeout_s
+            rendezvous.store,
+            answer.group,
+            SENDER,
+            self._backend,
+            DEFAULT_FRAME_BYTES,
+            mine,
+            self._timeout_s,
         )
 
 
-async def _live(call: grpc.aio.UnaryStreamCall, group: PairGroup) -> None:
-    """Until either end lets go."""
-
-    async def hear_the_end() -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await call.read()
-
-    ends = {asyncio.create_task(hear_the_end()), asyncio.create_task(group.ended.wait())}
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for end in ends:
-            end.cancel()
-        call.cancel()
-        group.close()
+async def _heard(call: grpc.aio.StreamStreamCall) -> AsyncIterator[kv_pb2.RendezvousKey]:
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response.key  # type: ignore[attr-defined]
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -7,14 +7,14 @@ hand-off ship what is complete, and shows the first tokens before the KV has lan
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine, Stream
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PrefillScheduler
-from baton.engine.sequence import Progress, Sequence, StepOutput
+from baton.engine.sequence import Progress, ScheduledBatch, Sequence, StepOutput
 from baton.engine.transfer.base import KVSender
 from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
@@ -65,7 +65,6 @@ class PrefillJob:
     due_at: float = math.inf
     """When the first token is wanted, by this process's monotonic clock."""
     open_sender: Callable[[Sequence], KVSender] | None = None
-    held_blocks: Collection[int] = ()
 
 
 Event = Started | Firsts | Done
@@ -78,6 +77,9 @@ class PrefillWorker:
         self._engine = engine
         self._layout = layout
         self._activity = activity
+        self._handoffs: dict[int, Handoff] = {}
+        """By sequence."""
+        engine.engine.report_layers(self._layers_done)
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[Event, None]:
         """Started, the first token of every choice, Done. Closing it gives everything back.
@@ -147,16 +149,26 @@ class PrefillWorker:
                 return Firsts(tuple(outputs), tuple(chunks))
             outputs = await stream.next()
 
+    def _layers_done(self, batch: ScheduledBatch, layers: range) -> None:
+        """In the engine's thread: KV leaves while later layers are computed."""
+        for item in batch.items:
+            handoff = self._handoffs.get(item.seq.seq_id)
+            if handoff is not None:
+                num_tokens = item.seq.num_computed_tokens + item.num_new_tokens
+                self._engine.call(handoff.advance, num_tokens, layers)
+
     @contextlib.asynccontextmanager
     async def _handoff(self, job: PrefillJob, seq: Sequence) -> AsyncIterator[Handoff | None]:
         if job.open_sender is None:
             yield None
             return
-        handoff = Handoff(job.open_sender(seq), self._layout, seq, job.held_blocks)
+        handoff = Handoff(job.open_sender(seq), self._layout.num_layers, seq)
         self._activity.transfers.in_flight += 1
+        self._handoffs[seq.seq_id] = handoff
         try:
             yield handoff
         finally:
+            del self._handoffs[seq.seq_id]
             try:
                 await handoff.stop()
             finally:  # also when a second cancellation meets the first one's cleaning up

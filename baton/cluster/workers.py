@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape of a KV cache; two workers may exchange KV only when all of it is equal."""
+    """Shape of a KV cache; two workers exchange KV when what is `exchanged` is equal."""
 
     fingerprint: str
     num_layers: int
@@ -32,6 +32,11 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: str
+
+    @property
+    def exchanged(self) -> Self:
+        """Without what is re-mapped on the way: blocks of plain values, not of quantized ones."""
+        return self if "/" in self.dtype else dataclasses.replace(self, block_size=1)
 
 
 @dataclass(frozen=True)

@@ -90,14 +90,15 @@ class AsyncEngine(Generic[S]):
                 outputs = self.engine.step()
             except StepFailed as failure:
                 log.exception("a step failed", exc_info=failure.__cause__)
-                self._call(self._fail, {seq.group for seq in failure.sequences})
+                self.call(self._fail, {seq.group for seq in failure.sequences})
                 continue
             if outputs is None:
                 self.engine.wait_for_change(version)
             elif outputs:
-                self._call(self.publish, outputs)
+                self.call(self.publish, outputs)
 
-    def _call(self, function, *args) -> None:
+    def call(self, function, *args) -> None:
+        """Calls a function on the event loop; from any thread."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed: nobody is left to read

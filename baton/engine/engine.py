@@ -26,6 +26,8 @@ T = TypeVar("T")
 class Runner(Protocol):
     """Computes a batch: fp32 logits [sampling items, vocab], in batch order."""
 
+    on_layers: Callable[[ScheduledBatch, range], None] | None
+
     def run(self, batch: ScheduledBatch) -> torch.Tensor: ...
 
 
@@ -85,6 +87,10 @@ class Engine(Generic[S]):
         """Sleeps until `version` is beyond `seen`, read before the step that found no work."""
         with self._changed:
             self._changed.wait_for(lambda: self.version != seen)
+
+    def report_layers(self, on_layers: Callable[[ScheduledBatch, range], None]) -> None:
+        """Calls it in the stepping thread whenever layers have written the KV of a batch."""
+        self._runner.on_layers = on_layers
 
     def add(self, seq: Sequence) -> None:
         self.apply(lambda: self.scheduler.add(seq))

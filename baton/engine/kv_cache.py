@@ -56,7 +56,9 @@ class KVCache:
         """The same memory as a cache of smaller blocks: block b becomes the blocks b * r to
         b * r + r - 1, because the slots of a block lie side by side."""
         ratio, rest = divmod(self.layout.block_size, block_size)
-        if rest:
+        if ratio == 1:
+            return self
+        if rest or self.layout.quantized is not None:
             raise ValueError(
                 f"blocks of {self.layout.block_size} tokens are no blocks of {block_size}"
             )

@@ -5,6 +5,7 @@ and where; knows nothing of queues, sampling or who owns a block.
 """
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 import torch
@@ -24,6 +25,11 @@ from baton.engine.ops.attention import (
 from baton.engine.quantized_tables import QuantizedTables
 from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 
+OnLayers = Callable[[ScheduledBatch, range], None]
+"""Hears, in the engine's thread, which layers have written the KV of a batch."""
+
+_LAYERS_PER_REPORT = 8
+
 
 class ModelRunner:
     def __init__(self, model: DecoderModel, kv_cache: KVCache) -> None:
@@ -40,6 +46,7 @@ class ModelRunner:
             raise ValueError(f"the KV cache is for {theirs}, the model is {ours}")
         self.model = model
         self.kv_cache = kv_cache
+        self.on_layers: OnLayers | None = None
         self._windows: tuple[Window, ...] = tuple(dict.fromkeys(config.windows))
         self._quantized: QuantizedTables | None = None
         if layout.quantized is not None:
@@ -70,10 +77,24 @@ class ModelRunner:
             self.kv_cache,
             self._batch(items, torch.tensor(slots)),
             rows,
+            self._report(batch),
         )
         if not sampling:
             return torch.empty(0, self.model.config.vocab_size)
         return self.model.logits(hidden)
+
+    def _report(self, batch: ScheduledBatch) -> Callable[[int], None] | None:
+        """A quantized block is complete only with the step."""
+        report = self.on_layers
+        if report is None or self._quantized is not None:
+            return None
+        num_layers = self.kv_cache.layout.num_layers
+
+        def done(end: int) -> None:
+            if end % _LAYERS_PER_REPORT == 0 or end == num_layers:
+                report(batch, range((end - 1) // _LAYERS_PER_REPORT * _LAYERS_PER_REPORT, end))
+
+        return done
 
     def _slots(self, block_table: ListOf[int], start: int, end: int) -> list[int]:
         size = self.kv_cache.layout.block_size

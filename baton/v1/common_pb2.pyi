@@ -106,7 +106,7 @@ class KVLayout(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("id", "generation", "incarnation", "address", "held_blocks", "lease_s", "offer")
+    __slots__ = ("id", "generation", "incarnation", "address", "held_blocks", "lease_s", "offer", "secret")
     ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class Reservation(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     id: str
     generation: int
     incarnation: str
@@ -121,7 +122,8 @@ class Reservation(_message.Message):
     held_blocks: _containers.RepeatedScalarFieldContainer[int]
     lease_s: float
     offer: TransferOffer
-    def __init__(self, id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., held_blocks: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., offer: _Optional[_Union[TransferOffer, _Mapping]] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., held_blocks: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., offer: _Optional[_Union[TransferOffer, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("start", "end", "batch_size", "num_tokens", "context")
@@ -146,14 +148,16 @@ class Span(_message.Message):
     def __init__(self, start: _Optional[float] = ..., end: _Optional[float] = ...) -> None: ...
 
 class TransferOffer(_message.Message):
-    __slots__ = ("host_id", "transports", "torch_backends")
+    __slots__ = ("host_id", "transports", "torch_backends", "layout")
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     TORCH_BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     host_id: str
     transports: _containers.RepeatedScalarFieldContainer[str]
     torch_backends: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ...) -> None: ...
+    layout: KVLayout
+    def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
 
 class StepTotals(_message.Message):
     __slots__ = ("steps", "prefill_tokens", "attended_tokens", "decode_tokens", "context_tokens", "seconds")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"|\n\x07KVFrame\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.baton.v1.KVOpenH\x00\x12 \n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x10.baton.v1.KVDataH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVCommitH\x00\x42\x07\n\x05\x66rame\"m\n\x06KVOpen\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.baton.v1.KVLayout\"\xe3\x01\n\x06KVData\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x13\n\x0blayer_count\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x15\n\x08\x63hecksum\x18\x06 \x01(\x06H\x01\x88\x01\x01\x12\x11\n\x07payload\x18\x05 \x01(\x0cH\x00\x12\"\n\x03shm\x18\x07 \x01(\x0b\x32\x13.baton.v1.ShmBlocksH\x00\x12\'\n\x05torch\x18\x08 \x01(\x0b\x32\x16.baton.v1.TorchMessageH\x00\x42\t\n\x07\x63\x61rrierB\x0b\n\t_checksum\"E\n\x08KVCommit\x12\x12\n\nnum_frames\x18\x01 \x01(\r\x12%\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x0f.baton.v1.Token\"W\n\tShmBlocks\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\"N\n\x0cTorchMessage\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0b\n\x03tag\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x14\n\x0chas_checksum\x18\x04 \x01(\x08\"]\n\x05KVAck\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12\x12\n\nunreadable\x18\x02 \x01(\t\x12\x11\n\tcommitted\x18\x03 \x01(\x08\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"1\n\x0bJoinRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\"1\n\x0cJoinResponse\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x02 \x01(\r2u\n\nKVTransfer\x12.\n\x04Push\x12\x11.baton.v1.KVFrame\x1a\x0f.baton.v1.KVAck(\x01\x30\x01\x12\x37\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"|\n\x07KVFrame\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.baton.v1.KVOpenH\x00\x12 \n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x10.baton.v1.KVDataH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVCommitH\x00\x42\x07\n\x05\x66rame\"}\n\x06KVOpen\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\"\xe3\x01\n\x06KVData\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x13\n\x0blayer_count\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x15\n\x08\x63hecksum\x18\x06 \x01(\x06H\x01\x88\x01\x01\x12\x11\n\x07payload\x18\x05 \x01(\x0cH\x00\x12\"\n\x03shm\x18\x07 \x01(\x0b\x32\x13.baton.v1.ShmBlocksH\x00\x12\'\n\x05torch\x18\x08 \x01(\x0b\x32\x16.baton.v1.TorchMessageH\x00\x42\t\n\x07\x63\x61rrierB\x0b\n\t_checksum\"E\n\x08KVCommit\x12\x12\n\nnum_frames\x18\x01 \x01(\r\x12%\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x0f.baton.v1.Token\"W\n\tShmBlocks\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\"N\n\x0cTorchMessage\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0b\n\x03tag\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x14\n\x0chas_checksum\x18\x04 \x01(\x08\"]\n\x05KVAck\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12\x12\n\nunreadable\x18\x02 \x01(\t\x12\x11\n\tcommitted\x18\x03 \x01(\x08\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"\x8c\x01\n\x0bJoinRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12)\n\x03key\x18\x05 \x01(\x0b\x32\x17.baton.v1.RendezvousKeyH\x00\x88\x01\x01\x42\x06\n\x04_key\"P\n\x0cJoinResponse\x12\r\n\x05group\x18\x01 \x01(\t\x12)\n\x03key\x18\x02 \x01(\x0b\x32\x17.baton.v1.RendezvousKeyH\x00\x88\x01\x01\x42\x06\n\x04_key\"+\n\rRendezvousKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x32w\n\nKVTransfer\x12.\n\x04Push\x12\x11.baton.v1.KVFrame\x1a\x0f.baton.v1.KVAck(\x01\x30\x01\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVFRAME']._serialized_start=54
   _globals['_KVFRAME']._serialized_end=178
   _globals['_KVOPEN']._serialized_start=180
-  _globals['_KVOPEN']._serialized_end=289
-  _globals['_KVDATA']._serialized_start=292
-  _globals['_KVDATA']._serialized_end=519
-  _globals['_KVCOMMIT']._serialized_start=521
-  _globals['_KVCOMMIT']._serialized_end=590
-  _globals['_SHMBLOCKS']._serialized_start=592
-  _globals['_SHMBLOCKS']._serialized_end=679
-  _globals['_TORCHMESSAGE']._serialized_start=681
-  _globals['_TORCHMESSAGE']._serialized_end=759
-  _globals['_KVACK']._serialized_start=761
-  _globals['_KVACK']._serialized_end=854
-  _globals['_JOINREQUEST']._serialized_start=856
-  _globals['_JOINREQUEST']._serialized_end=905
-  _globals['_JOINRESPONSE']._serialized_start=907
-  _globals['_JOINRESPONSE']._serialized_end=956
-  _globals['_KVTRANSFER']._serialized_start=958
-  _globals['_KVTRANSFER']._serialized_end=1075
+  _globals['_KVOPEN']._serialized_end=305
+  _globals['_KVDATA']._serialized_start=308
+  _globals['_KVDATA']._serialized_end=535
+  _globals['_KVCOMMIT']._serialized_start=537
+  _globals['_KVCOMMIT']._serialized_end=606
+  _globals['_SHMBLOCKS']._serialized_start=608
+  _globals['_SHMBLOCKS']._serialized_end=695
+  _globals['_TORCHMESSAGE']._serialized_start=697
+  _globals['_TORCHMESSAGE']._serialized_end=775
+  _globals['_KVACK']._serialized_start=777
+  _globals['_KVACK']._serialized_end=870
+  _globals['_JOINREQUEST']._serialized_start=873
+  _globals['_JOINREQUEST']._serialized_end=1013
+  _globals['_JOINRESPONSE']._serialized_start=1015
+  _globals['_JOINRESPONSE']._serialized_end=1095
+  _globals['_RENDEZVOUSKEY']._serialized_start=1097
+  _globals['_RENDEZVOUSKEY']._serialized_end=1140
+  _globals['_KVTRANSFER']._serialized_start=1142
+  _globals['_KVTRANSFER']._serialized_end=1261
 # @@protoc_insertion_point(module_scope)

@@ -18,16 +18,18 @@ class KVFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[KVOpen, _Mapping]] = ..., data: _Optional[_Union[KVData, _Mapping]] = ..., commit: _Optional[_Union[KVCommit, _Mapping]] = ...) -> None: ...
 
 class KVOpen(_message.Message):
-    __slots__ = ("reservation_id", "generation", "incarnation", "layout")
+    __slots__ = ("reservation_id", "generation", "incarnation", "layout", "secret")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     reservation_id: str
     generation: int
     incarnation: str
     layout: _common_pb2.KVLayout
-    def __init__(self, reservation_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, reservation_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class KVData(_message.Message):
     __slots__ = ("sequence", "layer_start", "layer_count", "blocks", "checksum", "payload", "shm", "torch")
@@ -98,17 +100,31 @@ class KVAck(_message.Message):
     def __init__(self, frames: _Optional[int] = ..., unreadable: _Optional[str] = ..., committed: _Optional[bool] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("backend", "max_bytes")
+    __slots__ = ("backend", "max_bytes", "reservation_id", "secret", "key")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     backend: str
     max_bytes: int
-    def __init__(self, backend: _Optional[str] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+    reservation_id: str
+    secret: bytes
+    key: RendezvousKey
+    def __init__(self, backend: _Optional[str] = ..., max_bytes: _Optional[int] = ..., reservation_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., key: _Optional[_Union[RendezvousKey, _Mapping]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("group", "store_port")
+    __slots__ = ("group", "key")
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     group: str
-    store_port: int
-    def __init__(self, group: _Optional[str] = ..., store_port: _Optional[int] = ...) -> None: ...
+    key: RendezvousKey
+    def __init__(self, group: _Optional[str] = ..., key: _Optional[_Union[RendezvousKey, _Mapping]] = ...) -> None: ...
+
+class RendezvousKey(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: bytes
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...

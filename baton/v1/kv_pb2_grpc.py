@@ -39,7 +39,7 @@ class KVTransferStub:
                 request_serializer=baton_dot_v1_dot_kv__pb2.KVFrame.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__pb2.KVAck.FromString,
                 _registered_method=True)
-        self.Join = channel.unary_stream(
+        self.Join = channel.stream_stream(
                 '/baton.v1.KVTransfer/Join',
                 request_serializer=baton_dot_v1_dot_kv__pb2.JoinRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__pb2.JoinResponse.FromString,
@@ -54,16 +54,18 @@ class KVTransferServicer:
         acknowledgement with `committed` is the last one. The call may be opened ahead of its first frame.
         A frame that cannot be read comes again with all that followed it, the commit included.
         Ending the stream without KVCommit aborts the hand-off. DATA_LOSS: a checksum or a frame count is wrong.
-        FAILED_PRECONDITION: layouts differ, or the reservation is unknown, late or of another generation.
+        FAILED_PRECONDITION: layouts differ, or the reservation is unknown, late or of another generation, or the
+        secret is not its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Join(self, request, context):
+    def Join(self, request_iterator, context):
         """A prefill worker asks for a torch.distributed group of two: itself (rank 0) and this worker (rank 1).
-        Both sides join it on their own store right after the one answer; the group lives as long as the call.
-        RESOURCE_EXHAUSTED: there are as many groups as the worker allows.
+        Right after the first answer both sides join it; the call carries what they must know of each other, and
+        the group lives as long as the call. RESOURCE_EXHAUSTED: there are as many groups as the worker allows.
+        FAILED_PRECONDITION: the reservation is unknown or the secret is not its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +79,7 @@ def add_KVTransferServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_kv__pb2.KVFrame.FromString,
                     response_serializer=baton_dot_v1_dot_kv__pb2.KVAck.SerializeToString,
             ),
-            'Join': grpc.unary_stream_rpc_method_handler(
+            'Join': grpc.stream_stream_rpc_method_handler(
                     servicer.Join,
                     request_deserializer=baton_dot_v1_dot_kv__pb2.JoinRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kv__pb2.JoinResponse.SerializeToString,
@@ -121,7 +123,7 @@ class KVTransfer:
             _registered_method=True)
 
     @staticmethod
-    def Join(request,
+    def Join(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -131,8 +133,8 @@ class KVTransfer:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/baton.v1.KVTransfer/Join',
             baton_dot_v1_dot_kv__pb2.JoinRequest.SerializeToString,

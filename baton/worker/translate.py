@@ -2,13 +2,14 @@
 may see; nothing else in a worker knows protobuf.
 """
 
+import math
 from collections.abc import Sequence as ListOf
 from dataclasses import asdict, fields
 
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, Progress, SampledToken, StepOutput
-from baton.engine.transfer.base import FirstToken
+from baton.engine.transfer.base import FirstToken, HandoffRefused
 from baton.step_totals import StepTotals
 from baton.v1 import common_pb2 as pb
 from baton.v1.decode_pb2 import GenerateRequest
@@ -145,11 +146,15 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
     return pb.KVLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
 
 
-def layout_difference(mine: KVLayout, theirs: pb.KVLayout) -> str | None:
-    """The first field in which two caches differ, with both values; None when they match.
-    `layer_kinds` follows from the fingerprint."""
+def handoff_block_size(prefill: KVLayout | pb.KVLayout, decode: KVLayout | pb.KVLayout) -> int:
+    """Tokens per block of what the two exchange. Raises HandoffRefused with the first field in
+    which they do not match and both values. `layer_kinds` follows from the fingerprint."""
     for name in _LAYOUT_FIELDS:
-        here, there = getattr(mine, name), getattr(theirs, name)
-        if here != there:
-            return f"{name} is {here!r} here and {there!r} at the sender"
-    return None
+        here, there = getattr(prefill, name), getattr(decode, name)
+        # A block of plain values is slots side by side, and splits; a quantized one is a whole.
+        splits = name == "block_size" and "/" not in prefill.dtype
+        if here != there and not splits:
+            raise HandoffRefused(
+                f"the KV caches do not match: {name} is {here!r} at prefill and {there!r} at decode"
+            )
+    return math.gcd(prefill.block_size, decode.block_size)

@@ -63,15 +63,19 @@ class Options:
         self._must_wait = not ready
         self._by_layout: dict[KVLayout, list[Candidate]] = {}
         for prefill in self.prefills:
-            self._by_layout.setdefault(prefill.record.layout, []).append(prefill)
+            self._by_layout.setdefault(prefill.record.layout.exchanged, []).append(prefill)
         self._busy = {c.record.worker_id for c in decodes if not self._may_queue(c)}
         self.decodes = [c for c in decodes if self._decode_has_room(c) and self._usable(c)]
         if not self.decodes and (request.needs_decode or not self.prefills):
             raise self._nothing(decodes)
 
+    def match(self, prefill: Candidate, decode: Candidate) -> bool:
+        """Whether the one can hand over to the other."""
+        return prefill.record.layout.exchanged == decode.record.layout.exchanged
+
     def matching(self, decode: Candidate) -> Sequence[Candidate]:
         """Prefill workers that can hand over to `decode`."""
-        return self._by_layout.get(decode.record.layout, ())
+        return self._by_layout.get(decode.record.layout.exchanged, ())
 
     def may_prefill(self, decode: Candidate) -> bool:
         """Whether `decode` may compute the prompt itself."""

@@ -28,7 +28,7 @@ class Slo:
         decodes += [d for d in options.decodes if d.cached_tokens and d not in decodes][:2]
         plans = []
         for decode in decodes:
-            matching = [p for p in best if p.record.layout == decode.record.layout]
+            matching = [p for p in best if options.match(p, decode)]
             if not matching:
                 matching = nsmallest(1, options.matching(decode), key=options.prefill_rank)
             plans += [options.pair(prefill, decode) for prefill in matching]

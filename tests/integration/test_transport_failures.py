@@ -117,13 +117,15 @@ async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) 
 
 SENDER = """
 import asyncio, sys, grpc
+from baton.v1 import common_pb2
 from prefill_service.torch_pair import TorchPair
-async def main(address):
+async def main(address, reservation_id, secret):
     pair = TorchPair(grpc.aio.insecure_channel(address), address, ["gloo"], "cpu", 5.0)
-    link = await pair.link()
+    known = common_pb2.Reservation(id=reservation_id, secret=bytes.fromhex(secret))
+    link = await pair.link(known)
     print(pair.group.name, flush=True)
     await asyncio.sleep(60)
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))
 """
 
 
@@ -131,8 +133,13 @@ asyncio.run(main(sys.argv[1]))
 async def joined(
     tiny_llama: Path,
 ) -> AsyncIterator[tuple[RunningWorker, asyncio.subprocess.Process, str]]:
-    async with run_decode(tiny_llama, transport="torch", transport_timeout_s=1.0) as decode:
-        command = [sys.executable, "-c", SENDER, decode.address]
+    async with (
+        run_decode(tiny_llama, transport="torch", transport_timeout_s=1.0) as decode,
+        PairClient(decode, decode) as client,
+    ):
+        generating, reservation = await client.reserve(random_prompt(8), sampling_pb())
+        known = (reservation.id, reservation.secret.hex())
+        command = [sys.executable, "-c", SENDER, decode.address, *known]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         try:
@@ -141,6 +148,7 @@ async def joined(
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            generating.cancel()
 
 
 async def test_a_killed_sender_ends_its_group_within_a_second(joined: Any) -> None:

@@ -2,16 +2,20 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.engine import model_runner
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import HandoffError
 from baton.engine.transfer.plan import FramePlan
 from decode_service.inbox import Inbox
+from decode_service.incoming import IncomingHandoff
+from tests.integration.test_services import prefill_request
 from tests.support.client import sampling_pb
 from tests.support.handoffs import FIRST, LAYERS, by_hand, lying, until, whole_block
 from tests.support.transport_pair import NAMES, Pair, offline, random_prompt, run_pair, transport_of
@@ -232,4 +236,40 @@ async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
     await sending
     assert pair.decode.status.activity.transfers.blocks == 20
     call[0].cancel()
+    await pair.settle()
+
+
+async def test_layers_leave_while_later_ones_are_computed(
+    pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk's first layers are at decode before its last ones have been computed."""
+    monkeypatch.setattr(model_runner, "_LAYERS_PER_REPORT", 1)
+    arrived = threading.Event()
+    model = pair.prefill.parts.engine._runner.model
+    expect, last_layer = IncomingHandoff.expect, model.layers[-1]
+
+    def expect_and_tell(self: IncomingHandoff, sequence: int, plan: FramePlan) -> None:
+        expect(self, sequence, plan)
+        arrived.set()
+
+    class Waiting:
+        def __call__(self, *args: Any) -> Any:
+            assert arrived.wait(10), "no frame came before the last layer"
+            return last_layer(*args)
+
+    monkeypatch.setattr(IncomingHandoff, "expect", expect_and_tell)
+    prompt = random_prompt(33)
+    expected = offline(llm, prompt, ignore_eos=True)
+    with monkeypatch.context() as waiting:
+        waiting.setattr(model, "layers", [*model.layers[:-1], Waiting()])
+        call, reservation = await pair.client.reserve(prompt, sampling_pb(ignore_eos=True))
+        request = prefill_request(prompt, reservation, ignore_eos=True)
+        tokens = [
+            token.token_id
+            async for event in pair.client.prefill.Prefill(request)
+            for token in event.first_tokens.tokens
+        ]
+    async for event in call:
+        tokens += [token.token_id for token in event.tokens.tokens]
+    assert [tokens] == expected
     await pair.settle()

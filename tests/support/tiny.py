@@ -158,7 +158,7 @@ async def run_decode(path: Path, **settings: Any) -> AsyncIterator[RunningWorker
     engine, activity = AsyncEngine(parts.engine), Activity()
     worker = DecodeWorker(engine, parts.cache, activity, config.lease_s)
     status = WorkerStatus(Role.DECODE, config, new_incarnation(), parts, activity)
-    inbox = Inbox(config)
+    inbox = Inbox(config, parts.cache.layout)
     activity.transfers.resources = inbox.resources
     decode = DecodeServicer(worker, status, VOCAB, inbox)
     transfer = KVTransferServicer(

@@ -44,7 +44,7 @@ async def run_pair(
     """With frames so small that every prompt has several."""
     for link in (ShmLink, InlineLink, TorchLink):
         monkeypatch.setattr(link, "frame_bytes", SMALL_FRAME)
-    timing = {"transport_timeout_s": 1.0, "transport_retry_s": 0.5}
+    timing = {"transport_timeout_s": 1.0, "transport_retry_s": 3.0}
     async with (
         run_prefill(tiny_llama, transport=transport, **timing) as prefill,
         run_decode(tiny_llama, transport=transport, transport_timeout_s=1.0) as decode,

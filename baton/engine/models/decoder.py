@@ -5,6 +5,8 @@ in the batch that attention takes. Weights come from a `TensorSource`, are fused
 value; gate and up) and never change afterwards.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -151,12 +153,14 @@ class DecoderModel:
         cache: KVCache,
         batch: Batch,
         rows: Tensor | None = None,
+        on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """float32 hidden states (n or len(rows), hidden) of flat token ids; writes their KV.
 
         The residual stream is float32 whatever the model's dtype: sums over many layers in
         bfloat16 would move near-ties. `rows`, in the order wanted, are the tokens whose result
-        is needed: the last layer does no other."""
+        is needed: the last layer does no other. `on_layer` hears how many layers have written
+        the KV of all tokens."""
         x = self._embed(token_ids, positions)
         ropes = self._ropes(positions, isinstance(batch, PagedBatch))
         last = len(self.layers) - 1
@@ -164,6 +168,8 @@ class DecoderModel:
             place = (cache.slots[index], cache.tables[index])
             rope = ropes[self.config.windows[index] is not None]
             x = layer(x, rope, place, batch, rows if index == last else None)
+            if on_layer is not None:
+                on_layer(index + 1)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -13,13 +13,14 @@ frame can be sent again by another transport, and no transport can change what a
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import FinishReason, SampledToken
 from baton.engine.transfer.plan import FramePlan
 
@@ -99,8 +100,9 @@ class Shipment:
 class BlockReader(Protocol):
     """Where a sender's payloads come from."""
 
-    num_blocks: int
+    layout: KVLayout
     """Of the cache that `blocks` count in."""
+    num_blocks: int
     checksums: bool
     """Whether payloads have a checksum."""
 
@@ -154,6 +156,10 @@ class Commit:
 class KVSender(Protocol):
     """Prefill's end."""
 
+    block_size: int
+    """Tokens per block of the hand-off, a divisor of both ends' own."""
+    held: Collection[int]
+    """Positions of blocks that the receiver already has."""
     num_frames: int
     bytes_sent: int
     transport: str

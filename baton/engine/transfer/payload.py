@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from baton.engine.kv_cache import KVCache
-from baton.engine.sequence import Sequence
+from baton.engine.sequence import NO_BLOCK, Sequence
 from baton.engine.transfer.base import Buffer, HandoffDamaged, Payload, SharedBlocks
 from baton.engine.transfer.plan import FramePlan
 
@@ -27,17 +27,22 @@ _CACHED_BYTES = 512 << 10
 class SequenceReader:
     """A `BlockReader` over the blocks that a sequence holds."""
 
-    def __init__(self, cache: KVCache, seq: Sequence, checksums: bool = True) -> None:
+    def __init__(
+        self, cache: KVCache, seq: Sequence, checksums: bool = True, ratio: int = 1
+    ) -> None:
+        """`ratio`: blocks of `cache` in one block of the sequence."""
+        self.layout = cache.layout
         self.num_blocks = cache.num_blocks
+        self.checksums = checksums
         self._cache = cache
         self._seq = seq
-        self.checksums = checksums
+        self._ratio = ratio
 
     def num_bytes(self, plan: FramePlan) -> int:
         return num_bytes(self._cache, plan)
 
     def blocks(self, plan: FramePlan) -> tuple[int, ...]:
-        table = self._seq.held_blocks
+        table = smaller_blocks(self._seq.held_blocks, self._ratio)
         return tuple([table[position] for position in plan.positions])
 
     def read(self, plan: FramePlan, out: Tensor) -> int | None:
@@ -54,6 +59,16 @@ class SequenceReader:
             for start, count in runs:
                 digest.update(plane[start : start + count])
         return digest.intdigest()
+
+
+def smaller_blocks(table: list[int], ratio: int) -> list[int]:
+    """The same blocks when each is cut into `ratio`. One that was given back is outside every
+    window, so that no attention sees what is shipped for it: any other of the sequence's own."""
+    if ratio == 1:
+        return table
+    own = next((block for block in table if block != NO_BLOCK), 0)
+    whole = [own if block == NO_BLOCK else block for block in table]
+    return [block * ratio + part for block in whole for part in range(ratio)]
 
 
 def checksum_of(payload: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Payloads as point-to-point messages of torch.distributed, in groups of two without a world.
 
-The receiver (rank 1) hosts one store; each sender (rank 0) has a group of its own on a prefix
-of it. The backend is a string: "gloo" or "nccl". Messages are matched by tags never used twice,
+Each sender (rank 0) has a group of its own with each receiver (rank 1), on a store of their own.
+The backend is a string: "gloo" or "nccl". Messages are matched by tags never used twice,
 and a receive always offers room for the longest message, because Gloo ends the process when a
 message is longer than its receive. A blocked operation ends by its timeout or by the peer's
 death; a group with an unmatched operation is closed and a new one is made.
@@ -84,17 +84,14 @@ class PairGroup:
 
     @staticmethod
     async def open(
-        store: Any, name: str, rank: int, backend: str, max_bytes: int,
+        store: dist.Store, name: str, rank: int, backend: str, max_bytes: int,
         host: str, timeout_s: float,
     ) -> "PairGroup":  # fmt: skip
         """Waits for the other side. Raises TransportFailed."""
         timeout = timedelta(seconds=timeout_s)
 
         def connect() -> Any:
-            # A connection of its own: a wait on it holds up nobody else.
-            prefixed = dist.PrefixStore(name, store.clone())
-            prefixed.set_timeout(timeout)
-            return _GROUPS[backend](prefixed, rank, timeout, host)
+            return _GROUPS[backend](store, rank, timeout, host)
 
         try:
             group = await asyncio.to_thread(connect)
@@ -214,7 +211,6 @@ class TorchInbox:
         self._backends = backends(device)
         self._limit = limit
         self._timeout_s = timeout_s
-        self._store: dist.TCPStore | None = None
         self._groups: dict[str, asyncio.Task[PairGroup]] = {}
 
     def __len__(self) -> int:
@@ -225,25 +221,23 @@ class TorchInbox:
         return sum(group.num_bytes for group in self._connected())
 
     @contextlib.asynccontextmanager
-    async def member(self, backend: str, max_bytes: int) -> AsyncIterator[tuple[str, int]]:
-        """Joins a new group while the context is open; its name, and the store's port."""
+    async def member(self, backend: str, max_bytes: int, store: dist.Store) -> AsyncIterator[str]:
+        """Joins a new group on a store that it shares with its peer, while the context is open;
+        its name."""
         if backend not in self._backends or not 0 < max_bytes <= MAX_FRAME_BYTES:
             raise ValueError(f"no group of {backend!r} with messages of {max_bytes} bytes here")
         if len(self._groups) >= self._limit:
             raise TransportFailed(f"there are {self._limit} groups already")
-        if self._store is None:
-            self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        store, name = self._store, secrets.token_hex(8)
+        name = secrets.token_hex(8)
         opening = PairGroup.open(
             store, name, RECEIVER, backend, max_bytes, self._host, self._timeout_s
         )
         task = self._groups[name] = asyncio.create_task(opening)
         try:
-            yield name, store.port
+            yield name
         finally:
             del self._groups[name]
             task.add_done_callback(_close)
-            _forget(store, name)
 
     async def ended(self, name: str) -> None:
         """Returns when the group has not come about or an operation in it has failed."""
@@ -290,18 +284,3 @@ class TorchInbox:
 def _close(opening: "asyncio.Task[PairGroup]") -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
-
-
-def _forget(store: dist.TCPStore, name: str) -> None:
-    for key in store.list_keys():
-        if name in key:
-            store.delete_key(key)
-
-
-def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The receiver's store. Blocks; raises TransportFailed."""
-    try:
-        timeout = timedelta(seconds=timeout_s)
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        raise TransportFailed(f"the store at {host}:{port} does not answer: {error}") from error
