@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from baton.cluster.prefix_index.index import LOOKUP_TIMEOUT_S
 from baton.cluster.prefix_index.matches import key_of
-from baton.cluster.prefix_index.store import CHUNK
+from baton.cluster.prefix_index.store import CHUNK, PERIOD_S
 from baton.cluster.redis_client import answer
 from baton.cluster.redis_server import EmbeddedRedis
 from tests.support.prefix_index import IndexedCluster, indexed_cluster, prompt_of
@@ -174,19 +174,22 @@ async def test_a_lost_batch_is_noticed_by_its_number_and_made_good(
 
 
 async def test_blocks_of_a_routed_request_count_at_once_and_expire_if_they_never_come(
-    redis_server: tuple[EmbeddedRedis, str],
+    cluster: IndexedCluster, client: Redis
 ) -> None:
-    async with indexed_cluster(redis_server[1], period_s=2) as cluster:
-        chosen, _ = await cluster.add("prefill-0"), await cluster.add("prefill-1")
-        prompt = prompt_of(12)
-        await cluster.until_held(prompt, 0, 0)
-        cluster.index.expect(prompt, [chosen.record])
-        await until_equal(lambda: cluster.expected(prompt), [12, 0])
-        assert await cluster.held(prompt) == [0, 0]
-        sibling = prompt_of(12)
-        sibling = type(sibling)([*sibling._token_ids[:100], *range(500)])
-        assert await cluster.expected(sibling) == [6, 0]
-        await until_equal(lambda: cluster.expected(prompt), [0, 0])
+    chosen, _ = await cluster.add("prefill-0"), await cluster.add("prefill-1")
+    prompt = prompt_of(12)
+    await cluster.until_held(prompt, 0, 0)
+    cluster.index.expect(prompt, [chosen.record])
+    await until_equal(lambda: cluster.expected(prompt), [12, 0])
+    assert await cluster.held(prompt) == [0, 0]
+    sibling = type(prompt)([*prompt._token_ids[:100], *range(500)])
+    assert await cluster.expected(sibling) == [6, 0]
+    keys = await client.keys("{baton}:coming:*")
+    assert len(keys) == 2
+    for key in keys:
+        assert 0 < await client.ttl(key) <= 2 * PERIOD_S
+        await client.pexpire(key, 1)
+    await until_equal(lambda: cluster.expected(prompt), [0, 0])
 
 
 async def test_predictions_for_one_worker_are_bounded_by_what_it_can_hold(
@@ -241,6 +244,7 @@ async def test_without_redis_lookups_end_at_once_and_return_when_it_is_back(
             probes += cluster.index.healthy
             matches = await cluster.index.lookup(prompt, [worker.record])
             assert not matches.available and not matches.held
+            assert matches.expected_tokens(worker.record) == 160  # the guess: the only one
         assert probes == 1  # the others did not ask
         if stop is signal.SIGSTOP:
             os.kill(server.pid or 0, signal.SIGCONT)

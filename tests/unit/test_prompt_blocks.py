@@ -64,10 +64,20 @@ def test_matches_count_only_for_the_life_that_published_them() -> None:
     assert (matches.held_tokens(second), matches.expected_tokens(second)) == (0, 0)
 
 
-def test_without_an_index_nothing_is_known() -> None:
-    matches = PrefixMatches.none()
-    assert not matches.available
-    assert matches.expected_tokens(make_record()) == 0
+def test_without_an_index_prompts_that_begin_alike_are_guessed_to_be_on_the_same_workers() -> None:
+    workers = [make_record(f"{role}-{n}") for role in ("prefill", "decode") for n in range(4)]
+
+    def guess(prompt: PromptBlocks) -> dict[str, int]:
+        matches = PrefixMatches.guessed(prompt, workers)
+        assert not matches.available and not matches.held
+        return {w.worker_id: n for w in workers if (n := matches.expected_tokens(w))}
+
+    first = guess(PromptBlocks(TOKENS))
+    assert sorted(name.split("-")[0] for name in first) == ["decode", "prefill"]
+    assert set(first.values()) == {64}
+    assert guess(PromptBlocks([*TOKENS[:64], 7, 7, 7])) == first
+    chosen = {tuple(guess(PromptBlocks([seed, *TOKENS]))) for seed in range(40)}
+    assert len(chosen) > 8
 
 
 def test_a_name_that_leaves_moves_only_its_own_keys() -> None:

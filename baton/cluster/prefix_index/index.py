@@ -1,7 +1,7 @@
 """The router's side of the prefix index: who holds how much of a prompt, and who will soon.
 
-A look-up is one round trip for all workers and never fails: without Redis it says that nothing is
-known. What a routed request will create is noted in the background.
+A look-up is one round trip for all workers and never fails: without Redis it is a guess by
+rendezvous hashing. What a routed request will create is noted in the background.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class PrefixIndex:
                 lambda: self._store.leading(groups), LOOKUP_TIMEOUT_S
             )
         except RegistryUnavailable:
-            return PrefixMatches.none()
+            return PrefixMatches.guessed(prompt, workers)
         keys = [key for _, keys in groups for key in keys]
         pairs = list(zip(keys, parse_leading(found), strict=True))
         return PrefixMatches(
