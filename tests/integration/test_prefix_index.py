@@ -95,10 +95,11 @@ async def test_tenants_models_and_block_sizes_are_apart(cluster: IndexedCluster)
     prompt, salted = prompt_of(8), prompt_of(8, salt="tenant")
     small = dataclasses.replace(LAYOUT, block_size=4)
     other = dataclasses.replace(LAYOUT, fingerprint="other")
-    for index, layout in enumerate((LAYOUT, small, other)):
+    packed = dataclasses.replace(LAYOUT, dtype="int8")
+    for index, layout in enumerate((LAYOUT, small, other, packed)):
         (await cluster.add(f"prefill-{index}", layout=layout)).store(prompt)
-    await cluster.until_held(prompt, 8, 8, 8)  # in blocks of 16 tokens
-    assert await cluster.held(salted) == [0, 0, 0]
+    await cluster.until_held(prompt, 8, 8, 8, 8)  # in blocks of 16 tokens
+    assert await cluster.held(salted) == [0, 0, 0, 0]
     impostor = dataclasses.replace(cluster.workers[2].record, layout=LAYOUT)
     assert not (await cluster.index.lookup(prompt, [impostor])).held
 

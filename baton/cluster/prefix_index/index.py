@@ -85,10 +85,10 @@ class PrefixIndex:
 
 def _group(prompt: PromptBlocks, workers: Sequence[WorkerRecord]) -> list[_Group]:
     """Workers by the hashes that the prompt has on them."""
-    by_layout: dict[tuple[str, int], tuple[KVLayout, list[WorkerKey]]] = {}
+    by_layout: dict[tuple[str, str, int], tuple[KVLayout, list[WorkerKey]]] = {}
     for worker in workers:
         layout = worker.layout
-        key = (layout.fingerprint, layout.block_size)
+        key = (layout.fingerprint, layout.dtype, layout.block_size)
         by_layout.setdefault(key, (layout, []))[1].append(key_of(worker))
     groups = [(prompt.reusable_hashes(layout), keys) for layout, keys in by_layout.values()]
     return [(hashes, keys) for hashes, keys in groups if hashes]
