@@ -18,6 +18,7 @@ from baton.cluster.settings import RouterSettings, fail, load_or_exit
 from baton.store import resolve
 from router.app import create_app
 from router.gateway import Gateway
+from router.shared import Shared
 from router.text import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
             return fail(error)
         load_model = lambda: model  # noqa: E731
     registry = Registry(settings.redis_url)
-    gateway = Gateway(settings, Directory(registry), load_model)
+    shared = Shared(settings.redis_url)
+    gateway = Gateway(settings, Directory(registry), load_model, shared)
     server = _Server(
         uvicorn.Config(
             create_app(gateway, on_loaded),

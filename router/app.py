@@ -13,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from baton.cluster.registry import RegistryState
 from router.dashboard import dashboard_api
 from router.exchange import request_id_of
 from router.gateway import Gateway, OnLoaded
@@ -87,7 +86,7 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
         loading = gateway.model is None
         registry = gateway.directory.state
         if not loading and not missing:
-            well = registry is RegistryState.CONNECTED and not absent
+            well = not gateway.degraded and not absent
             state: dict[str, Any] = {"status": "ok" if well else "degraded", "registry": registry}
             return json_response(state | ({"missing": absent} if absent else {}))
         reasons = ["the model is still loading"] if loading else []

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cluster.errors import WorkerUnavailable
+from baton.cluster.prefix_index import PrefixIndex, PrefixMatches
 from baton.cluster.settings import RouterSettings
 from baton.cluster.workers import Role, WorkerRecord
 from baton.v1 import common_pb2, decode_pb2
@@ -26,15 +27,20 @@ from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
 from router.notes import timed
 from router.placement import NoRoom, NoWorker, Plan
-from router.planner import Planner
+from router.planner import NOTHING_CACHED, Planner
 
 MAX_ATTEMPTS = 3
+MAX_OUTRUN = 2
 # A suspect is back after a heartbeat: a request that lost its only worker waits that long.
 REVIVAL_S = 2.0
 # A hand-off fails on both sides when decode is lost; the two see it that much apart.
 BLAME_S = 1.0
 # Decode's closing statistics come with its last tokens; nobody waits longer for them.
 CLOSING_S = 1.0
+
+
+class Outrun(Exception):
+    """Another router has loaded the chosen workers since they were chosen."""
 
 
 @dataclass
@@ -48,12 +54,15 @@ class Conductor:
     admission: Admission
     metrics: RouterMetrics
     settings: RouterSettings
+    index: PrefixIndex | None = None
 
     async def run(self, job: Job, output: Output) -> Served:
         """Serves a job to its end. Raises BatonError when it cannot."""
         served, waiting = Served(), job.trail.begin("admission", time.monotonic())
         leg, workers = Leg.whole(job), self._candidates(set())
-        self.planner.refuse_if_late(leg.facts, workers, self.admission.work_s)
+        if job.targets.reject:
+            matches = await self._lookup(leg, workers)
+            self.planner.refuse_if_late(leg.facts, workers, self.admission.work_s, matches)
         claim = self.planner.claim(leg.facts, workers, job)
         try:
             async with self.admission.slot(job.latest_turn, claim) as slot:
@@ -85,6 +94,9 @@ class Conductor:
                 self.planner.check(plan, leg.facts)
             try:
                 return await self._attempt(leg, plan, output, served, slot)
+            except Outrun:
+                served.outrun += 1
+                served.plan = served.plan if leg.failures else None
             except WorkerFull as error:
                 full.add(error.worker.worker_id)
             except WorkerFault as error:
@@ -114,6 +126,7 @@ class Conductor:
         decode: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
         with self.planner.hold(plan, leg.facts) as hold:
+            await self._confirm(leg, hold, served)
             try:
                 # 1) Decode promises room before any compute is spent.
                 if plan.decode is not None:
@@ -185,7 +198,7 @@ class Conductor:
             if record.role is Role.DECODE and record.worker_id != decode.worker.worker_id:
                 avoid.add(record.worker_id)
         try:
-            return self._plan(leg, avoid, split=True)
+            return self._plan(leg, avoid, NOTHING_CACHED, split=True)
         except (NoWorker, NoRoom):
             return None
 
@@ -311,33 +324,47 @@ class Conductor:
         served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
 
     async def _choose(self, leg: Leg, full: set[str], served: Served) -> Plan:
-        plan = await self._find(leg, full)
+        matches = await self._lookup(leg, self._candidates(full))
+        plan = await self._find(leg, full, matches)
         if served.plan is None:
             served.plan = plan
             if leg.job.explain:
-                served.alternatives = self.planner.alternatives(leg.facts, self._candidates(full))
+                candidates = self._candidates(full)
+                served.alternatives = self.planner.alternatives(leg.facts, candidates, matches)
         return plan
 
-    async def _find(self, leg: Leg, full: set[str]) -> Plan:
+    async def _lookup(self, leg: Leg, workers: Sequence[WorkerRecord]) -> PrefixMatches:
+        return await self.index.lookup(leg.blocks, workers) if self.index else PrefixMatches()
+
+    async def _confirm(self, leg: Leg, hold: Hold, served: Served) -> None:
+        """Raises Outrun when another router has just loaded the same workers, but not for ever."""
+        plan = hold.plan
+        with timed(leg.job.trail, "placement"):
+            if served.outrun < MAX_OUTRUN and not await hold.confirmed():
+                raise Outrun
+        if self.index is not None:
+            self.index.expect(leg.blocks, [w for w in (plan.prefill, plan.decode) if w])
+
+    async def _find(self, leg: Leg, full: set[str], matches: PrefixMatches) -> Plan:
         """Workers not yet found full; after a failure other ones, or a revived one. A router that
         was stopped for a while suspects everybody until the next heartbeats."""
         failed = {failure.worker.worker_id for failure in leg.failures}
         try:
-            return self._plan(leg, full | failed)
+            return self._plan(leg, full | failed, matches)
         except NoWorker:
             if not failed and not self.workers.doubted:
                 raise
         give_up_at = time.monotonic() + REVIVAL_S
         while True:
             try:
-                return self._plan(leg, full)
+                return self._plan(leg, full, matches)
             except NoWorker:
                 if full or (left := give_up_at - time.monotonic()) <= 0:
                     raise
             await self.workers.wait_changed(left)
 
-    def _plan(self, leg: Leg, avoid: set[str], split: bool = False) -> Plan:
-        return self.planner.plan(leg.facts, self._candidates(avoid), split=split)
+    def _plan(self, leg: Leg, avoid: set[str], matches: PrefixMatches, split: bool = False) -> Plan:
+        return self.planner.plan(leg.facts, self._candidates(avoid), matches, split)
 
     def _candidates(self, avoid: set[str]) -> list[WorkerRecord]:
         return [

@@ -22,6 +22,7 @@ from router.openai.errors import unavailable
 from router.openai.prepare import Limits, limits_of
 from router.placement import POLICIES, Rules
 from router.planner import Planner
+from router.shared import Shared
 from router.targets import DefaultTargets
 from router.text import TextModel
 
@@ -49,15 +50,21 @@ class Gateway:
     """`load_model` runs on a thread while liveness is already answered."""
 
     def __init__(
-        self, settings: RouterSettings, directory: WorkerDirectory, load_model: LoadModel
+        self,
+        settings: RouterSettings,
+        directory: WorkerDirectory,
+        load_model: LoadModel,
+        shared: Shared | None = None,
     ) -> None:
         self.settings = settings
         self.directory = directory
         self.channels = ChannelPool(settings.peer_timeout_s)
         self.admission = Admission(settings.max_running, settings.max_queue)
+        self.shared = shared or Shared()
         self.planner = Planner(
             POLICIES[settings.policy](),
             Rules(settings.decode_prefills, settings.prefill_backlog_s),
+            loads=self.shared.ledger,
         )
         self.planner.on_room = self.admission.workers_changed
         self.metrics = RouterMetrics(self.admission, self.planner)
@@ -72,6 +79,7 @@ class Gateway:
     async def start(self, on_loaded: OnLoaded) -> None:
         """`on_loaded` is called once, with what went wrong if the model cannot be loaded."""
         await self.directory.start()
+        await self.shared.start()
         self._tasks = [
             asyncio.create_task(self._load(on_loaded), name="load-model"),
             asyncio.create_task(self._follow_workers(), name="follow-workers"),
@@ -81,6 +89,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.shared.stop()
         await self.directory.stop()
         await self.channels.close()
         await asyncio.to_thread(self.ledgers.close)
@@ -101,6 +110,7 @@ class Gateway:
             admission=self.admission,
             metrics=self.metrics,
             settings=self.settings,
+            index=self.shared.index,
         )
         on_loaded(None)
 
@@ -130,6 +140,12 @@ class Gateway:
         if self.model is None or self._conductor is None:
             raise unavailable("The model is still loading.", "loading")
         return self.model, self._conductor
+
+    @property
+    def degraded(self) -> bool:
+        """Redis is away or takes no writes: workers may be late to be known, prefixes are not."""
+        connected = self.directory.state is RegistryState.CONNECTED
+        return not connected or not self.shared.healthy
 
     def limits(self, model: TextModel) -> Limits:
         return limits_of(model, self.directory.snapshot())

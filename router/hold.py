@@ -51,6 +51,10 @@ class Hold:
         elif kind == "done":
             self._learn(event.done)
 
+    async def confirmed(self) -> bool:
+        """Call it at once. False when another router was quicker to load these workers."""
+        return await self._loads.confirm([*self._prefill, *self._decode])
+
     def move(self, plan: Plan) -> None:
         """Another prefill worker takes over for the same decode worker."""
         self._loads.remove(self._prefill)

@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from baton.cluster.ledger import Trail
+from baton.cluster.prefix_index import PromptBlocks
 from baton.cluster.workers import WorkerRecord
 from baton.v1 import common_pb2
 from router.calls import WorkerFault
@@ -116,6 +118,12 @@ class Leg:
             self.job.waited_s(),
         )
 
+    @cached_property
+    def blocks(self) -> PromptBlocks:
+        """Of what prefill has to compute."""
+        token_ids = [*self.job.prompt_token_ids, *self.output_token_ids]
+        return PromptBlocks(token_ids, self.job.cache_salt)
+
     @property
     def first_token_within_s(self) -> float | None:
         """Of now, by its target; None without one, and for a leg whose first token is out."""
@@ -140,6 +148,8 @@ class Served:
 
     num_cached_tokens: int = 0
     plan: Plan | None = None
+    outrun: int = 0
+    """Times that another router loaded the chosen workers first."""
     alternatives: list[Plan] = field(default_factory=list)
     first_token_at: float = 0.0
     last_token_at: float = 0.0

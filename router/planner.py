@@ -37,13 +37,19 @@ NOTHING_CACHED = PrefixMatches()
 
 
 class Planner:
-    def __init__(self, policy: Placement, rules: Rules, predictor: Predictor | None = None) -> None:
+    def __init__(
+        self,
+        policy: Placement,
+        rules: Rules,
+        predictor: Predictor | None = None,
+        loads: LoadLedger | None = None,
+    ) -> None:
         self.predictor = predictor or Predictor()
         self.on_room: Callable[[], None] = lambda: None
         """Called when a prefill worker can take another prompt."""
         self._policy = policy
         self._rules = rules
-        self._loads = LoadLedger()
+        self._loads = loads or LoadLedger()
         self._numbers = itertools.count()
         self._reported: dict[str, tuple[WorkerRecord, int]] = {}
         self._tpot_targets: dict[str, list[float]] = {}
@@ -91,7 +97,11 @@ class Planner:
         )
 
     def refuse_if_late(
-        self, facts: RequestFacts, workers: Sequence[WorkerRecord], queued_s: float
+        self,
+        facts: RequestFacts,
+        workers: Sequence[WorkerRecord],
+        queued_s: float,
+        matches: PrefixMatches = NOTHING_CACHED,
     ) -> None:
         """For a request that wants it so: raises Unattainable when it is predicted to be late,
         with `queued_s` seconds of prefill ahead of it in the router's queue."""
@@ -100,7 +110,7 @@ class Planner:
         prefills = sum(worker.role is Role.PREFILL for worker in workers)
         waited_s = facts.waited_s + queued_s / max(prefills, 1)
         rules = replace(self._rules, backlog_s=math.inf)
-        candidates = self._candidates(workers, NOTHING_CACHED)
+        candidates = self._candidates(workers, matches)
         try:
             plan = place(
                 self._policy, replace(facts, waited_s=waited_s), candidates, self.predictor, rules

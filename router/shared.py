@@ -24,6 +24,8 @@ class Shared:
         return self._link is None or self._link.healthy
 
     async def start(self) -> None:
+        if self._link is not None:
+            await self._link.start()
         if self.index is not None:
             await self.index.start()
         await self.ledger.start()

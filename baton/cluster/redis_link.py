@@ -11,15 +11,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from baton.cluster.errors import RegistryRefused, RegistryUnavailable
-from baton.cluster.redis_client import CALL_TIMEOUT_S, Client, answer, close, connect
+from baton.cluster.redis_client import Client, answer, close, connect
 from baton.cluster.registry.backoff import Backoff
 
-MAX_CALLS = 16
+MAX_CALLS = 8
+PROBE_TIMEOUT_S = 1.0
 T = TypeVar("T")
 
 
 class RedisLink:
-    """Safe to share between tasks of one event loop; `close` it."""
+    """Safe to share between tasks of one event loop; `start` and `close` it."""
 
     def __init__(self, url: str) -> None:
         self.client: Client = connect(url)
@@ -45,11 +46,18 @@ class RedisLink:
         except RegistryRefused:
             raise
         except RegistryUnavailable:
-            if self._probe is None:
-                self._probe = asyncio.create_task(self._wait_for_answer(), name="redis-probe")
+            self._lose()
             raise
         finally:
             self._slots.release()
+
+    async def start(self) -> None:
+        """Opens the connections, which takes longer than a request may wait, or begins to wait
+        for Redis."""
+        try:
+            await self._greet()
+        except RegistryUnavailable:
+            self._lose()
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -57,11 +65,20 @@ class RedisLink:
             await asyncio.gather(self._probe, return_exceptions=True)
         await close(self.client)
 
+    def _lose(self) -> None:
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._wait_for_answer(), name="redis-probe")
+
+    async def _greet(self) -> None:
+        """On as many connections as there may be calls."""
+        pings = (self.client.ping() for _ in range(MAX_CALLS))
+        await answer(asyncio.gather(*pings), PROBE_TIMEOUT_S)
+
     async def _wait_for_answer(self) -> None:
         backoff = Backoff(first_s=0.05, limit_s=1.0)
         while True:
             try:
-                await answer(self.client.ping(), CALL_TIMEOUT_S)
+                await self._greet()
                 break
             except RegistryUnavailable:
                 await asyncio.sleep(backoff.next_s())

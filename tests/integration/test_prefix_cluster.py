@@ -1,14 +1,16 @@
 """What the index says of real workers is what they then find in their caches."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from baton.cluster.prefix_index import PrefixIndex, PrefixMatches, PrefixStore, PromptBlocks
 from baton.cluster.redis_link import RedisLink
+from baton.cluster.workers import Role, WorkerRecord
 from baton.store import StoredModel
 from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
-from tests.support.redis import until, until_equal
+from tests.support.redis import eventually, until, until_equal
 
 PROMPT = list(range(20, 120))  # 6 full blocks of 16 and a rest
 
@@ -86,6 +88,58 @@ async def test_blocks_that_the_pool_needs_again_leave_the_index(
         await link.close()
 
 
+def _is_alive_again(cluster: Cluster, known: Sequence[WorkerRecord]) -> bool:
+    workers = cluster.gateway.directory.snapshot()
+    old = {worker.incarnation for worker in known if worker.role is Role.PREFILL}
+    return len(workers) == 2 and not old & {worker.incarnation for worker in workers}
+
+
 def _matched(blocks: object, cluster: Cluster) -> int:
     layout = cluster.gateway.directory.snapshot()[0].layout
     return len(blocks.match_prefix(PromptBlocks(PROMPT).reusable_hashes(layout)))  # type: ignore[attr-defined]
+
+
+async def test_a_known_prefix_is_found_again_and_the_predicted_hit_is_the_reported_one(
+    tiny_chat: StoredModel,
+) -> None:
+    async with running_cluster(tiny_chat, prefills=2, decodes=2) as cluster:
+        body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+        await cluster.ask(COMPLETIONS, **body)
+        index = cluster.gateway.shared.index
+        assert index is not None
+
+        async def held() -> int:
+            return len((await lookup(cluster, index, PROMPT)).held)
+
+        await until_equal(held, 2)  # one of each role
+        for _ in range(4):
+            answer = await cluster.ask(COMPLETIONS, **body)
+            assert answer.num_cached == 96
+        totals = await cluster.totals(cluster.prefills)
+        assert totals.prefill_tokens_computed == 100 + 4 * 4
+
+
+async def test_a_restarted_worker_is_not_taken_for_the_one_that_had_the_prefix(
+    tiny_chat: StoredModel,
+) -> None:
+    """volcano-sh/kthena#1428: after a restart under the same name it was still counted as a hit."""
+    async with running_cluster(tiny_chat) as cluster:
+        body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+        await cluster.ask(COMPLETIONS, **body)
+        index = cluster.gateway.shared.index
+        assert index is not None
+
+        async def holders() -> set[str]:
+            matches = await lookup(cluster, index, PROMPT)
+            return {worker_id for worker_id, _ in matches.held}
+
+        await until_equal(holders, {"prefill-0", "decode-0"})
+        old = cluster.prefills.pop()
+        old.task.cancel()  # without a word
+        await asyncio.gather(old.task, return_exceptions=True)
+        known = cluster.gateway.directory.snapshot()
+        await cluster.add_prefill()  # takes the same name
+        await eventually(lambda: _is_alive_again(cluster, known))
+        await until_equal(holders, {"decode-0"})
+        assert (await cluster.ask(COMPLETIONS, **body)).num_cached == 0
+        assert (await cluster.ask(COMPLETIONS, **body)).num_cached == 96

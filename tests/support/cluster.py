@@ -32,6 +32,7 @@ from decode_service.__main__ import serve_decode
 from prefill_service.__main__ import serve_prefill
 from router.app import create_app
 from router.gateway import Gateway
+from router.shared import Shared
 from router.text import load_text_model
 from tests.support.answers import Answer, gather_events, whole_answer
 
@@ -91,6 +92,7 @@ class Cluster:
     prefills: list[ClusterWorker] = field(default_factory=list)
     decodes: list[ClusterWorker] = field(default_factory=list)
 
+    redis: EmbeddedRedis = field(init=False)
     gateway: Gateway = field(init=False)
     client: httpx.AsyncClient = field(init=False)
 
@@ -239,6 +241,7 @@ async def running_cluster(
         **worker,
     }
     cluster = Cluster(stored, url, values)
+    cluster.redis = redis
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(redis.stop)
         await stack.enter_async_context(_routing(cluster, router or {}))
@@ -272,6 +275,7 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
         settings,
         Directory(registry),
         lambda: load_text_model(stored.name, stored.path, stored.fingerprint),
+        Shared(cluster.redis_url),
     )
     loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     app = create_app(

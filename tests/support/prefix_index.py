@@ -124,6 +124,7 @@ async def indexed_cluster(
 ) -> AsyncIterator[IndexedCluster]:
     """A look-up waits long: what it finds must not depend on how busy the machine is."""
     cluster = IndexedCluster(url, period_s, lookup_timeout_s)
+    await cluster.link.start()
     await cluster.index.start()
     try:
         yield cluster

@@ -1,6 +1,9 @@
 """Hashes of a prompt as workers compute them, matches by life, and affinity without an index."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 from baton.block_hash import block_hash, root_hash
 from baton.cluster.prefix_index import PrefixMatches, PromptBlocks
@@ -93,3 +96,24 @@ def test_a_name_that_leaves_moves_only_its_own_keys() -> None:
 
 def test_the_order_does_not_depend_on_the_order_of_the_names() -> None:
     assert rendezvous(b"key", ["a", "b", "c"]) == rendezvous(b"key", ["c", "a", "b"])
+
+
+def test_hashes_do_not_depend_on_the_process() -> None:
+    """LMCache/LMCache#1095: a seed per process made every prefix unknown to every other one."""
+    program = (
+        "from baton.cluster.prefix_index import PromptBlocks;"
+        "from tests.support.redis import LAYOUT;"
+        "print(PromptBlocks(range(64), 'tenant').hashes(LAYOUT)[-1].hex())"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1

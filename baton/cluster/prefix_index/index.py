@@ -47,7 +47,7 @@ class PrefixIndex:
             return PrefixMatches(available=self.healthy)
         try:
             found: bytes = await self._link.call(
-                lambda: self._store.leading(groups), LOOKUP_TIMEOUT_S
+                lambda: self._store.leading(groups), self._lookup_timeout_s
             )
         except RegistryUnavailable:
             return PrefixMatches.guessed(prompt, workers)
