@@ -16,7 +16,7 @@ from baton.cluster.prefix_index.index import LOOKUP_TIMEOUT_S
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.store import StoredModel
 from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
-from tests.support.redis import until, until_equal
+from tests.support.redis import eventually, until, until_equal
 
 PROMPT = list(range(20, 120))  # 6 full blocks of 16 and a rest
 Act = Callable[[EmbeddedRedis, str], Awaitable[None]]
@@ -98,11 +98,11 @@ async def test_requests_go_on_while_redis_is(fault: str, tiny_chat: StoredModel)
         if degrades:
             await until_equal(lambda: health(cluster), "degraded")
         before = served
-        await until(lambda: _reached(lambda: served >= before + 12))
+        await eventually(lambda: served >= before + 12, timeout_s=60)
         if degrades:
             await asyncio.sleep(3.5)  # longer than what is in Redis lives without its writers
             before = served
-            await until(lambda: _reached(lambda: served >= before + 6))
+            await eventually(lambda: served >= before + 6, timeout_s=60)
             assert await health(cluster) == "degraded"
         await mend_it(cluster.redis, cluster.redis_url)
         await until_equal(lambda: health(cluster), "ok")
@@ -112,11 +112,6 @@ async def test_requests_go_on_while_redis_is(fault: str, tiny_chat: StoredModel)
         await cluster.settle()
         again = await cluster.ask(COMPLETIONS, **body)
         assert (again.text, again.num_cached) == (usual, 96)
-
-
-async def _reached(condition: Callable[[], bool]) -> bool:
-    await asyncio.sleep(0)
-    return condition()
 
 
 def test_a_request_waits_for_redis_for_less_than_50_ms() -> None:
