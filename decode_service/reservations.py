@@ -25,7 +25,7 @@ from enum import Enum, auto
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.engine import Engine
 from baton.engine.scheduler import DecodeScheduler
-from baton.engine.sequence import Sequence
+from baton.engine.sequence import Sequence, SequenceStatus, StepOutput
 from baton.engine.transfer.base import FirstToken, HandoffRefused
 
 # The copy of one frame into blocks is all that a hand-off which was told to end still does.
@@ -147,6 +147,17 @@ class Reservations:
         elif state is State.RECEIVING:
             reservation.end_receiving()
 
+    def start_beams(self, reservation: Reservation) -> list[StepOutput]:
+        """Begins a committed beam search with the candidates that prefill has found."""
+        seq, scheduler = reservation.seq, self._scheduler
+        first = reservation.first_tokens[0].token
+
+        def start() -> list[StepOutput]:
+            ended = seq.status is SequenceStatus.ENDED
+            return [] if ended else scheduler.accept_beam(seq, first)
+
+        return self._engine.apply(start)
+
     # --- under the engine's lock ------------------------------------------------------------
 
     def _reserve(self, seq: Sequence) -> Reservation:
@@ -199,6 +210,9 @@ class Reservations:
         seq.num_computed_tokens = seq.num_initial_tokens
         seq.num_published_blocks = reservation.num_held
         self._blocks.publish_computed(seq)
+        if seq.sampling.beam is not None:
+            scheduler.join([seq])  # idle until `start_beams`: no token has been appended
+            return
         live = [first for first in first_tokens if first.finish_reason is None]
         if not live:
             self._blocks.release_sequence(seq)

@@ -166,12 +166,14 @@ class DecodeWorker:
         the request can never fit."""
         with self._activity.request():
             seq = self._sequence(job)
-            tally = _Tally(seq.choices)
+            tally = _Tally(tuple(range(job.sampling.n)) if job.sampling.beam else seq.choices)
             with self._engine.stream(seq.group) as stream, self._admit(seq, job) as admitted:
                 reserved, lease, reservation = admitted
                 yield reserved
                 await lease.wait()
                 tally.begin(reservation)
+                if reservation is not None and job.sampling.beam is not None:
+                    self._engine.publish(self._reservations.start_beams(reservation))
                 ready_at = reserved.received_at if reservation is None else reservation.committed_at
                 while not tally.all_ended:
                     outputs = await stream.next()

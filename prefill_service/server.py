@@ -71,6 +71,8 @@ def _to_pb(event: Event) -> pb.PrefillEvent:
         changed = {"transfers": spans, "totals": totals_to_pb(event.totals)}
         done = pb.PrefillDone(**{**vars(event), **changed})
         return pb.PrefillEvent(done=done)
-    tokens = [output_to_pb(output) for output in event.outputs]
+    # The first tokens of a beam search are candidates for decode, no answer yet.
+    drawn = [output for output in event.outputs if output.seq.sampling.beam is None]
+    tokens = [output_to_pb(output) for output in drawn]
     steps = [step_to_pb(progress) for progress in event.chunks]
     return pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens, steps=steps))

@@ -110,10 +110,13 @@ class Leg:
     def facts(self) -> RequestFacts:
         done = len(self.output_token_ids)
         num_prompt_tokens = len(self.job.prompt_token_ids) + done
+        left, n = self.sampling.max_tokens - done, self.sampling.n
+        if self.sampling.HasField("beam"):  # always ends on decode
+            left, n = max(left, 2), self.sampling.beam.width
         return RequestFacts(
             num_prompt_tokens,
-            self.sampling.max_tokens - done,
-            self.sampling.n,
+            left,
+            n,
             self.job.targets,
             self.job.waited_s(),
         )

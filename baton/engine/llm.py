@@ -86,7 +86,7 @@ class LLM:
         """Choices per prompt, in order. `sampling` is for all prompts or one each."""
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         seqs = [self._sequence(p, s) for p, s in zip(prompts, params, strict=True)]
-        results = {seq.group: [Choice() for _ in seq.choices] for seq in seqs}
+        results = {seq.group: [Choice() for _ in range(seq.sampling.n)] for seq in seqs}
         pending = list(reversed(seqs))
         while pending or self.engine.scheduler.has_work():
             while pending and len(self.engine.scheduler.waiting) < self.config.max_queue:

@@ -12,6 +12,7 @@ from collections.abc import Sequence as ListOf
 
 import torch
 
+from baton.engine.beam_search import BeamSearch
 from baton.engine.finish import stop_ids
 from baton.engine.sequence import SampledToken, ScheduledBatch, Sequence
 
@@ -43,6 +44,13 @@ class Sampler:
             [next(tokens) for _ in item.seq.choices] if item.samples else [] for item in batch.items
         ]
 
+    def _num_top(self, seq: Sequence) -> int | None:
+        """Likeliest tokens to report with each; None when not even its own log probability."""
+        sampling = seq.sampling
+        if sampling.beam is None:
+            return sampling.logprobs
+        return BeamSearch.num_candidates(sampling.beam.width, len(stop_ids(sampling, self._eos)))
+
     def _draw(
         self, logits: torch.Tensor, slots: list[tuple[int, Sequence, int]]
     ) -> list[SampledToken]:
@@ -56,7 +64,13 @@ class Sampler:
         random = [i for i, (_, seq, _) in enumerate(slots) if not seq.sampling.greedy]
         if random:
             ids[random] = _draw_random(adjusted[random], [slots[i] for i in random])
-        return _with_logprobs(logits, slots, ids.tolist())
+        num_top = [self._num_top(seq) for _, seq, _ in slots]
+        return [
+            SampledToken(token_id)
+            if top is None
+            else _token_with_logprobs(logits[row], token_id, top)
+            for (row, _, _), token_id, top in zip(slots, ids.tolist(), num_top, strict=True)
+        ]
 
     def _adjust(self, row: torch.Tensor, seq: Sequence) -> None:
         """Bias, penalties and the minimum length, in place. `row`: fp32 [vocab]."""
@@ -135,19 +149,9 @@ def _truncate(scaled: torch.Tensor, slots: ListOf[tuple[int, Sequence, int]]) ->
     )
 
 
-def _with_logprobs(
-    logits: torch.Tensor, slots: list[tuple[int, Sequence, int]], ids: list[int]
-) -> list[SampledToken]:
-    return [
-        SampledToken(token_id)
-        if seq.sampling.logprobs is None
-        else _token_with_logprobs(logits[row], token_id, seq.sampling.logprobs)
-        for (row, seq, _), token_id in zip(slots, ids, strict=True)
-    ]
-
-
 def _token_with_logprobs(row: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
     logprobs = row.log_softmax(dim=-1)
+    num_top = min(num_top, len(row))
     values, ids = logprobs.topk(num_top) if num_top else (row[:0], row[:0].long())
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return SampledToken(token_id, float(logprobs[token_id]), top)

@@ -5,6 +5,17 @@ batch-mates, preemption and forks do not change it.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class BeamParams:
+    """`early_stopping`: True ends when `width` beams are finished, False when no running one is
+    expected to pass them, "never" when none can. Terms of `transformers`' GenerationConfig."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,13 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    beam: BeamParams | None = None
+    """Beam search instead of draws: the `n` best of its beams, all at its end."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Sequences that grow side by side from one prompt."""
+        return self.n if self.beam is None else self.beam.width
 
     @property
     def greedy(self) -> bool:

@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
+from baton.engine.beam_group import BeamGroup
+from baton.engine.beam_search import Beam, BeamSearch
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
-from baton.engine.finish import finish_reason
+from baton.engine.finish import finish_reason, stop_ids
 from baton.engine.sequence import (
     Progress,
     SampledToken,
@@ -138,7 +140,11 @@ class Scheduler:
         a more urgent one waits for. A prompt whose next block another one computes waits for
         it, and that one moves up to its place: nothing is computed twice."""
         scheduled = {item.seq.seq_id for item in batch.items}
-        prompts = [seq for seq in self.running if seq.seq_id not in scheduled]
+        prompts = [
+            seq
+            for seq in self.running
+            if seq.num_uncomputed_tokens and seq.seq_id not in scheduled
+        ]
         out_of_room = False
         for seq in sorted([*prompts, *self.waiting], key=_urgency):
             if budget <= 0:
@@ -212,7 +218,10 @@ class Scheduler:
     def _output(
         self, seq: Sequence, token: SampledToken, choice: int, index: int, progress: Progress
     ) -> StepOutput:
-        reason = finish_reason(token.token_id, index + 1, seq.sampling, self.config.eos_token_ids)
+        reason = None
+        if seq.sampling.beam is None:
+            eos = self.config.eos_token_ids
+            reason = finish_reason(token.token_id, index + 1, seq.sampling, eos)
         return StepOutput(seq, token, choice, index, reason, progress)
 
 
@@ -265,6 +274,10 @@ class DecodeScheduler(Scheduler):
     def _fill(self, batch: ScheduledBatch) -> None:
         self._schedule_decodes(batch)
         self._schedule_prefills(batch, self.config.chunk_size - len(batch.items))
+        while not batch.items and self.waiting and self.running:
+            # Beams that have been heard hold what another beam of theirs waits for.
+            self._preempt(self.running[-1])
+            self._schedule_prefills(batch, self.config.chunk_size)
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> None:
         for seq in list(self.running):
@@ -302,13 +315,18 @@ class DecodeScheduler(Scheduler):
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release_sequence(seq)
+        parked = not seq.num_uncomputed_tokens  # a beam that has been heard: idle until it grows
         seq.recompute_below = max(seq.recompute_below, seq.num_computed_tokens)
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
         seq.num_preemptions += 1
-        seq.status = SequenceStatus.WAITING
         self.num_preemptions += 1
-        insort(self.waiting, seq, key=lambda s: s.arrival)
+        if parked:
+            seq.status = SequenceStatus.HELD
+            self.held.append(seq)
+        else:
+            seq.status = SequenceStatus.WAITING
+            insort(self.waiting, seq, key=lambda s: s.arrival)
 
     def _may_start(self, seq: Sequence, num_new_blocks: int, reused: list[int]) -> bool:
         """A preempted sequence comes back only when all running ones can still grow, or it
@@ -324,6 +342,8 @@ class DecodeScheduler(Scheduler):
     def _accept(
         self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
     ) -> list[StepOutput]:
+        if seq.sampling.beam is not None:
+            return [StepOutput(seq, progress=progress), *self.accept_beam(seq, tokens[0])]
         outputs = []
         for choice_seq, token in zip(self.fork(seq, seq.choices), tokens, strict=True):
             index = choice_seq.num_output_tokens
@@ -336,3 +356,49 @@ class DecodeScheduler(Scheduler):
                 self.end(choice_seq)
             outputs.append(output)
         return outputs
+
+    # --- beam search ------------------------------------------------------------------------
+
+    def accept_beam(self, seq: Sequence, token: SampledToken) -> list[StepOutput]:
+        """Notes what may follow a beam (`token.top`). The last of a group to be heard moves the
+        whole group on; the outputs are the search's results once it is over."""
+        group = seq.beams
+        if group is None:
+            assert seq.sampling.beam is not None
+            stops = stop_ids(seq.sampling, self.config.eos_token_ids)
+            search = BeamSearch(seq.sampling.beam, seq.sampling.max_tokens, stops)
+            group = seq.beams = BeamGroup(search, seq)
+        if not group.note(seq, token):
+            return []
+        grown = group.advance()
+        if group.search.over:
+            results = group.results(seq)
+            for member in group.members:
+                self.end(member)
+            return results
+        self._grow(group, grown)
+        return []
+
+    def _grow(self, group: BeamGroup, grown: ListOf[tuple[Sequence, list[Beam]]]) -> None:
+        """Forks members with several beams on their blocks; ends those with none. Members are
+        running, or parked without blocks: then what grows from them waits to be computed again."""
+        successors: dict[int, Sequence] = {}
+        for seq, beams in grown:
+            if not beams:
+                self.end(seq)
+                continue
+            if seq.status is SequenceStatus.HELD:
+                self.held.remove(seq)
+                seq.status = SequenceStatus.WAITING
+                insort(self.waiting, seq, key=lambda s: s.arrival)
+            queue = self.waiting if seq.status is SequenceStatus.WAITING else self.running
+            forks = [seq, *(seq.fork(0) for _ in beams[1:])]
+            for fork, beam in zip(forks, beams, strict=True):
+                if fork is not seq:
+                    self.blocks.acquire(fork.held_blocks)
+                    insort(queue, fork, key=lambda s: s.arrival)
+                fork.token_ids.append(beam.tokens[-1].token_id)
+                successors[id(beam)] = fork
+        group.members = [successors[id(beam)] for beam in group.search.running]
+        for place, member in enumerate(group.members):
+            member.choices = (place,)

@@ -11,11 +11,14 @@ from bisect import bisect_right
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.block_hash import block_hash, root_hash
 from baton.engine.sampling_params import SamplingParams
 from baton.step_totals import StepTotals
+
+if TYPE_CHECKING:
+    from baton.engine.beam_group import BeamGroup
 
 _ids = itertools.count()
 
@@ -63,7 +66,9 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_initial_tokens = len(self.token_ids)
         self.sampling = sampling
-        self.choices: tuple[int, ...] = tuple(range(sampling.n)) if choice is None else (choice,)
+        self.choices: tuple[int, ...] = (
+            tuple(range(sampling.num_drawn)) if choice is None else (choice,)
+        )
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.due_at = due_at
@@ -83,6 +88,8 @@ class Sequence:
         self.num_recomputed_tokens = 0
         self.recompute_below = 0
         """KV of tokens below this was computed before: computing it again is a recompute."""
+        self.beams: BeamGroup | None = None
+        """The group of a beam search that it belongs to; set by the scheduler."""
         self._hashes: list[bytes] = []
         self._root = root_hash(fingerprint, kv_dtype, cache_salt)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\xa3\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12;\n\nlogit_bias\x18\x08 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\t\n\x01n\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xa4\x01\n\x05Token\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x00\x88\x01\x01\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReasonB\x0b\n\t_logprobs\"8\n\x0c\x43ontinuation\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"~\n\x08KVLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"\xb1\x01\n\x0bReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x05 \x03(\r\x12\x0f\n\x07lease_s\x18\x06 \x01(\x02\x12&\n\x05offer\x18\x07 \x01(\x0b\x32\x17.baton.v1.TransferOffer\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\"[\n\x04Step\x12\r\n\x05start\x18\x01 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x01\x12\x12\n\nbatch_size\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x01\"p\n\rTransferOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x12\n\ntransports\x18\x02 \x03(\t\x12\x16\n\x0etorch_backends\x18\x03 \x03(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.baton.v1.KVLayout\"\x8c\x01\n\nStepTotals\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61ttended_tokens\x18\x03 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07seconds\x18\x06 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\xd5\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12;\n\nlogit_bias\x18\x08 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\t\n\x01n\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\'\n\x04\x62\x65\x61m\x18\x10 \x01(\x0b\x32\x14.baton.v1.BeamParamsH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x07\n\x05_beam\"d\n\nBeamParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x16\n\x0elength_penalty\x18\x02 \x01(\x02\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStopping\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xa4\x01\n\x05Token\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x00\x88\x01\x01\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReasonB\x0b\n\t_logprobs\"8\n\x0c\x43ontinuation\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\"~\n\x08KVLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"\xb1\x01\n\x0bReservation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x05 \x03(\r\x12\x0f\n\x07lease_s\x18\x06 \x01(\x02\x12&\n\x05offer\x18\x07 \x01(\x0b\x32\x17.baton.v1.TransferOffer\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\"[\n\x04Step\x12\r\n\x05start\x18\x01 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x01\x12\x12\n\nbatch_size\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\x01\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x01\"p\n\rTransferOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x12\n\ntransports\x18\x02 \x03(\t\x12\x16\n\x0etorch_backends\x18\x03 \x03(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.baton.v1.KVLayout\"\x8c\x01\n\nStepTotals\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61ttended_tokens\x18\x03 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07seconds\x18\x06 \x01(\x01*d\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45\x41RLY_STOPPING_ALWAYS\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1455
-  _globals['_FINISHREASON']._serialized_end=1550
+  _globals['_EARLYSTOPPING']._serialized_start=1607
+  _globals['_EARLYSTOPPING']._serialized_end=1707
+  _globals['_FINISHREASON']._serialized_start=1709
+  _globals['_FINISHREASON']._serialized_end=1804
   _globals['_SAMPLINGPARAMS']._serialized_start=36
-  _globals['_SAMPLINGPARAMS']._serialized_end=455
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=394
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=442
-  _globals['_TOKENLOGPROBS']._serialized_start=457
-  _globals['_TOKENLOGPROBS']._serialized_end=534
-  _globals['_TOKEN']._serialized_start=537
-  _globals['_TOKEN']._serialized_end=701
-  _globals['_CONTINUATION']._serialized_start=703
-  _globals['_CONTINUATION']._serialized_end=759
-  _globals['_KVLAYOUT']._serialized_start=761
-  _globals['_KVLAYOUT']._serialized_end=887
-  _globals['_RESERVATION']._serialized_start=890
-  _globals['_RESERVATION']._serialized_end=1067
-  _globals['_STEP']._serialized_start=1069
-  _globals['_STEP']._serialized_end=1160
-  _globals['_SPAN']._serialized_start=1162
-  _globals['_SPAN']._serialized_end=1196
-  _globals['_TRANSFEROFFER']._serialized_start=1198
-  _globals['_TRANSFEROFFER']._serialized_end=1310
-  _globals['_STEPTOTALS']._serialized_start=1313
-  _globals['_STEPTOTALS']._serialized_end=1453
+  _globals['_SAMPLINGPARAMS']._serialized_end=505
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=435
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=483
+  _globals['_BEAMPARAMS']._serialized_start=507
+  _globals['_BEAMPARAMS']._serialized_end=607
+  _globals['_TOKENLOGPROBS']._serialized_start=609
+  _globals['_TOKENLOGPROBS']._serialized_end=686
+  _globals['_TOKEN']._serialized_start=689
+  _globals['_TOKEN']._serialized_end=853
+  _globals['_CONTINUATION']._serialized_start=855
+  _globals['_CONTINUATION']._serialized_end=911
+  _globals['_KVLAYOUT']._serialized_start=913
+  _globals['_KVLAYOUT']._serialized_end=1039
+  _globals['_RESERVATION']._serialized_start=1042
+  _globals['_RESERVATION']._serialized_end=1219
+  _globals['_STEP']._serialized_start=1221
+  _globals['_STEP']._serialized_end=1312
+  _globals['_SPAN']._serialized_start=1314
+  _globals['_SPAN']._serialized_end=1348
+  _globals['_TRANSFEROFFER']._serialized_start=1350
+  _globals['_TRANSFEROFFER']._serialized_end=1462
+  _globals['_STEPTOTALS']._serialized_start=1465
+  _globals['_STEPTOTALS']._serialized_end=1605
 # @@protoc_insertion_point(module_scope)

@@ -5,9 +5,10 @@ may see; nothing else in a worker knows protobuf.
 import math
 from collections.abc import Sequence as ListOf
 from dataclasses import asdict, fields
+from typing import Literal
 
 from baton.engine.kv_layout import KVLayout
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling_params import BeamParams, SamplingParams
 from baton.engine.sequence import FinishReason, Progress, SampledToken, StepOutput
 from baton.engine.transfer.base import FirstToken, HandoffRefused
 from baton.step_totals import StepTotals
@@ -66,7 +67,23 @@ def sampling_from_pb(message: pb.SamplingParams, vocab_size: int) -> SamplingPar
         ignore_eos=message.ignore_eos,
         n=message.n,
         logprobs=min(message.logprobs, vocab_size) if message.HasField("logprobs") else None,
+        beam=_beam_from_pb(message),
     )
+
+
+def _beam_from_pb(message: pb.SamplingParams) -> BeamParams | None:
+    if not message.HasField("beam"):
+        return None
+    beam = message.beam
+    if beam.width < message.n:
+        raise ValueError("sampling.beam.width must be at least n")
+    if not -1000 <= beam.length_penalty <= 1000:
+        raise ValueError("sampling.beam.length_penalty must be a number from -1000 to 1000")
+    early: dict[int, bool | Literal["never"]] = {
+        pb.EARLY_STOPPING_ALWAYS: True,
+        pb.EARLY_STOPPING_NEVER: "never",
+    }
+    return BeamParams(beam.width, beam.length_penalty, early.get(beam.early_stopping, False))
 
 
 def continuation_of(

@@ -114,7 +114,7 @@ def _prepare(
 ) -> Prepared:
     _check_token_ids("logit_bias", body.logit_bias, model)
     _check_token_ids("stop_token_ids", body.stop_token_ids or (), model)
-    n = max(best_of or 1, body.num_choices)
+    n = body.num_choices if body.use_beam_search else max(best_of or 1, body.num_choices)
     ranked = n > body.num_choices  # ranking needs the logprob of every drawn token
     sampling = []
     for prompt in prompts:
@@ -178,8 +178,10 @@ def _sampling(
     body: GenerationBody, n: int, max_tokens: int, logprobs: int | None
 ) -> common_pb2.SamplingParams:
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    beam = _beam(body) if body.use_beam_search else None
+    default_temperature = 1.0 if beam is None else 0.0
     return common_pb2.SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=default_temperature if body.temperature is None else body.temperature,
         top_k=max(body.top_k or 0, 0),
         top_p=1.0 if body.top_p is None else max(body.top_p, LEAST_TOP_P),
         min_p=body.min_p or 0.0,
@@ -194,4 +196,19 @@ def _sampling(
         ignore_eos=bool(body.ignore_eos),
         n=n,
         logprobs=logprobs,
+        beam=beam,
+    )
+
+
+def _beam(body: GenerationBody) -> common_pb2.BeamParams:
+    early = {
+        True: common_pb2.EARLY_STOPPING_ALWAYS,
+        "never": common_pb2.EARLY_STOPPING_NEVER,
+    }
+    return common_pb2.BeamParams(
+        width=body.beam_width,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=early.get(
+            body.early_stopping or False, common_pb2.EARLY_STOPPING_UNSPECIFIED
+        ),
     )

@@ -51,8 +51,6 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0, 0, 0.0),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -99,6 +97,9 @@ class GenerationBody(BaseModel):
         default_factory=dict
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timing: bool | None = None
@@ -107,6 +108,10 @@ class GenerationBody(BaseModel):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def beam_width(self) -> int:
+        return self.num_choices
 
     @property
     def include_usage(self) -> bool:
@@ -125,6 +130,10 @@ class CompletionBody(GenerationBody):
     best_of: Choices | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+
+    @property
+    def beam_width(self) -> int:
+        return max(self.best_of or 1, self.num_choices)
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -170,11 +179,50 @@ def _check_extra(name: str, value: Any) -> None:
 def _check_combinations(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream: true.", "invalid_value")
+    _check_beams(body)
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs: true.", "invalid_value")
     elif isinstance(body, CompletionBody):
         _check_completion(body)
+
+
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "stop": ((),),
+    "logprobs": (False,),
+}
+"""A search over whole answers, most likely first, draws nothing and shows nothing on its way."""
+
+
+def _check_beams(body: GenerationBody) -> None:
+    if not body.use_beam_search:
+        for name, neutral in (("length_penalty", (0, 1)), ("early_stopping", (False,))):
+            value = getattr(body, name)
+            if value is not None and value not in neutral:
+                raise invalid(name, f"{name} needs use_beam_search: true.", "invalid_value")
+        return
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in neutral:
+            raise invalid(
+                name, f"{name} cannot be combined with use_beam_search.", "unsupported_parameter"
+            )
+    if body.beam_width < 2:
+        raise invalid(
+            "use_beam_search",
+            "use_beam_search needs n, or best_of in completions, of at least 2: its width.",
+            "invalid_value",
+        )
 
 
 def _check_completion(body: CompletionBody) -> None:
