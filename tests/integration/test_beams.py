@@ -85,7 +85,7 @@ async def test_the_gateway_answers_with_the_best_beams_whichever_worker_prefills
     body = {"prompt": "Once upon a time", "max_tokens": 12, "n": 2, "best_of": 4}
     answers = []
     for prefills in (1, 0):
-        router = {"when_no_prefill": "refuse" if prefills else "decode"}
+        router = {"decode_prefills": "never" if prefills else "auto"}
         async with running_cluster(
             tiny_chat, prefills=prefills, decodes=1, router=router
         ) as cluster:
