@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.engine.beam_group import accept_beam
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.engine import Engine
 from baton.engine.scheduler import DecodeScheduler
@@ -154,7 +155,7 @@ class Reservations:
 
         def start() -> list[StepOutput]:
             ended = seq.status is SequenceStatus.ENDED
-            return [] if ended else scheduler.accept_beam(seq, first)
+            return [] if ended else accept_beam(scheduler, seq, first)
 
         return self._engine.apply(start)
 

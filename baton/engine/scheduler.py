@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
-from baton.engine.beam_group import BeamGroup
-from baton.engine.beam_search import Beam, BeamSearch
+from baton.engine.beam_group import accept_beam
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
-from baton.engine.finish import finish_reason, stop_ids
+from baton.engine.finish import finish_reason
 from baton.engine.sequence import (
     Progress,
     SampledToken,
@@ -141,9 +140,7 @@ class Scheduler:
         it, and that one moves up to its place: nothing is computed twice."""
         scheduled = {item.seq.seq_id for item in batch.items}
         prompts = [
-            seq
-            for seq in self.running
-            if seq.num_uncomputed_tokens and seq.seq_id not in scheduled
+            seq for seq in self.running if seq.num_uncomputed_tokens and seq.seq_id not in scheduled
         ]
         out_of_room = False
         for seq in sorted([*prompts, *self.waiting], key=_urgency):
@@ -343,7 +340,7 @@ class DecodeScheduler(Scheduler):
         self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
     ) -> list[StepOutput]:
         if seq.sampling.beam is not None:
-            return [StepOutput(seq, progress=progress), *self.accept_beam(seq, tokens[0])]
+            return [StepOutput(seq, progress=progress), *accept_beam(self, seq, tokens[0])]
         outputs = []
         for choice_seq, token in zip(self.fork(seq, seq.choices), tokens, strict=True):
             index = choice_seq.num_output_tokens
@@ -356,49 +353,3 @@ class DecodeScheduler(Scheduler):
                 self.end(choice_seq)
             outputs.append(output)
         return outputs
-
-    # --- beam search ------------------------------------------------------------------------
-
-    def accept_beam(self, seq: Sequence, token: SampledToken) -> list[StepOutput]:
-        """Notes what may follow a beam (`token.top`). The last of a group to be heard moves the
-        whole group on; the outputs are the search's results once it is over."""
-        group = seq.beams
-        if group is None:
-            assert seq.sampling.beam is not None
-            stops = stop_ids(seq.sampling, self.config.eos_token_ids)
-            search = BeamSearch(seq.sampling.beam, seq.sampling.max_tokens, stops)
-            group = seq.beams = BeamGroup(search, seq)
-        if not group.note(seq, token):
-            return []
-        grown = group.advance()
-        if group.search.over:
-            results = group.results(seq)
-            for member in group.members:
-                self.end(member)
-            return results
-        self._grow(group, grown)
-        return []
-
-    def _grow(self, group: BeamGroup, grown: ListOf[tuple[Sequence, list[Beam]]]) -> None:
-        """Forks members with several beams on their blocks; ends those with none. Members are
-        running, or parked without blocks: then what grows from them waits to be computed again."""
-        successors: dict[int, Sequence] = {}
-        for seq, beams in grown:
-            if not beams:
-                self.end(seq)
-                continue
-            if seq.status is SequenceStatus.HELD:
-                self.held.remove(seq)
-                seq.status = SequenceStatus.WAITING
-                insort(self.waiting, seq, key=lambda s: s.arrival)
-            queue = self.waiting if seq.status is SequenceStatus.WAITING else self.running
-            forks = [seq, *(seq.fork(0) for _ in beams[1:])]
-            for fork, beam in zip(forks, beams, strict=True):
-                if fork is not seq:
-                    self.blocks.acquire(fork.held_blocks)
-                    insort(queue, fork, key=lambda s: s.arrival)
-                fork.token_ids.append(beam.tokens[-1].token_id)
-                successors[id(beam)] = fork
-        group.members = [successors[id(beam)] for beam in group.search.running]
-        for place, member in enumerate(group.members):
-            member.choices = (place,)
