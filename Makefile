@@ -3,6 +3,8 @@ PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
 SOAK ?= 900
+# A folder of wheels that images are built with, besides the package index.
+WHEELS ?= $(PIP_FIND_LINKS)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -13,10 +15,10 @@ SAME_STUBS = diff -r -x __pycache__ -x __init__.py -I '^\# Protobuf Python Versi
 	-I '^GRPC_GENERATED_VERSION' -I '^ *[0-9]*,$$'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench chaos clean
+.PHONY: help setup run test check proto bench chaos compose-test clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Create .venv and install everything (again only when pyproject.toml changes)
 
@@ -42,13 +44,15 @@ run: setup ## Serve in the foreground until Ctrl-C: make run PORT=8000 ARGS="--d
 	@exec $(BIN)/baton up --port $(PORT) $(ARGS)
 
 test: setup ## Run the tests except the slow ones: make test ARGS="-k registry"
-	@$(BIN)/pytest -m "not slow" -q $(ARGS)
+	@$(BIN)/pytest -m "not slow and not compose" -q $(ARGS)
 
 check: setup ## Check format, lint, types, import rules and that the stubs are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint deploy/docker/Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
 		&& $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --pyi_out=$$fresh $(PROTOS) \
 		&& rm $$fresh/baton/v1/common_pb2_grpc.py \
@@ -70,6 +74,11 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 chaos: setup ## Run the slow tests: kills, restarts, long runs; then SOAK=900 seconds of faults
 	@$(BIN)/pytest -m "slow and not soak" -q $(ARGS)
 	@[ $(SOAK) = 0 ] || BATON_SOAK_S=$(SOAK) $(BIN)/pytest -m soak -q -s
+
+compose-test: setup ## Build the images, run docker-compose.yml and break it (Debian, as root)
+	@trap 'deploy/docker/engine.sh stop' EXIT \
+		&& images=$$(deploy/docker/engine.sh ensure) \
+		&& env $$images WHEELS=$(WHEELS) $(BIN)/pytest -m compose -q $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

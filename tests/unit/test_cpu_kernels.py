@@ -2,6 +2,7 @@
 and what they promise beyond it: a result does not depend on the batch around it, bit for bit."""
 
 import random
+import shutil
 import threading
 from itertools import accumulate
 from pathlib import Path
@@ -253,3 +254,28 @@ def test_two_that_build_at_once_get_the_same_library_and_a_third_does_not_build(
     monkeypatch.setenv("CXX", "/nowhere")
     assert built == [library(VARIANTS[0])] * 2
     Kernels(built[0])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("variant", build.VARIANTS)
+def test_a_bundle_has_every_variant_whatever_this_cpu_is_and_is_found_first(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "VARIANTS", {variant: build.VARIANTS[variant]})
+    monkeypatch.setattr(build, "cpu_flags", frozenset)
+    package = tmp_path / "lib"
+    monkeypatch.setattr(build, "_folders", lambda: [package, tmp_path / "home"])
+    assert build.main(["--bundle"]) == 0
+    assert [path.parent for path in package.iterdir()] == [package]
+    monkeypatch.setenv("CXX", "/nowhere")
+    assert library(variant).parent == package
+
+
+def test_a_bundle_that_cannot_be_built_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "_folders", lambda: [tmp_path])
+    monkeypatch.setenv("CXX", "/nowhere")
+    assert build.main(["--bundle"]) == 1
+    assert "/nowhere" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

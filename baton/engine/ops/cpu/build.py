@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,11 +51,22 @@ def cpu_flags() -> frozenset[str]:
 
 def library(variant: str) -> Path:
     """The compiled variant, built now if it is not there. BuildError if it cannot be."""
-    name = f"baton-kernels-{variant}-{_fingerprint(variant)}.so"
+    name = _file_name(variant)
     for folder in _folders():
         if (folder / name).is_file():
             return folder / name
     return _compile(variant, _folders()[-1] / name)
+
+
+def bundle(folder: Path | None = None) -> list[Path]:
+    """Every variant, whatever this CPU is, in the package's own folder: what an image or a wheel
+    carries, so that its users need no compiler. BuildError if one cannot be built."""
+    folder = folder or _folders()[0]
+    return [_compile(variant, folder / _file_name(variant)) for variant in VARIANTS]
+
+
+def _file_name(variant: str) -> str:
+    return f"baton-kernels-{variant}-{_fingerprint(variant)}.so"
 
 
 def _folders() -> list[Path]:
@@ -97,8 +109,14 @@ def _compile(variant: str, target: Path) -> Path:
     return target
 
 
-def main() -> None:
-    """`python -m baton.engine.ops.cpu.build`: builds what this machine can run."""
+def main(arguments: list[str]) -> int:
+    """`python -m baton.engine.ops.cpu.build`: builds what this machine can run; with `--bundle`
+    all variants into the package, and their absence is an error."""
+    if arguments == ["--bundle"]:
+        return _bundle()
+    if arguments:
+        print("usage: python -m baton.engine.ops.cpu.build [--bundle]", file=sys.stderr)
+        return 2
     variants = supported(cpu_flags())
     if not variants:
         print("This CPU has no AVX512-BF16: Baton uses torch's own kernels.")
@@ -107,7 +125,17 @@ def main() -> None:
             print(f"CPU kernels ({variant}): {library(variant)}")
         except BuildError as error:
             print(f"No CPU kernels ({variant}), torch's own are used: {error}")
+    return 0
+
+
+def _bundle() -> int:
+    try:
+        print(*bundle(), sep="\n")
+    except BuildError as error:
+        print(f"No CPU kernels: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""`python -m baton.cluster.probe URL`: is the process at URL healthy? For health checks of
+containers: exit code 0 or 1 and one line. `http://…` wants status 200, `grpc://HOST:PORT` the
+answer SERVING of the standard health service.
+
+Source: https://github.com/grpc/grpc/blob/master/doc/health-checking.md
+"""
+
+import sys
+import urllib.error
+import urllib.request
+
+TIMEOUT_S = 4.0
+
+
+def probe(url: str, timeout_s: float = TIMEOUT_S) -> str | None:
+    """What is wrong, or None."""
+    if url.startswith("grpc://"):
+        return _grpc(url.removeprefix("grpc://"), timeout_s)
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s):
+            return None
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _grpc(address: str, timeout_s: float) -> str | None:
+    # Here, so that a look at HTTP does not pay for it.
+    import grpc
+    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+    from grpc_health.v1.health_pb2_grpc import HealthStub
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    serving = answer.status == HealthCheckResponse.SERVING
+    return None if serving else HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m baton.cluster.probe URL", file=sys.stderr)
+        return 2
+    problem = probe(arguments[0])
+    print(problem or "healthy")
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

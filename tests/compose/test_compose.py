@@ -1,0 +1,280 @@
+"""docker-compose.yml on a real Docker Engine: the images as they are built, the cluster as users
+start it."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from baton.engine.ops.cpu.build import VARIANTS
+from baton.engine.sampling_params import SamplingParams
+from baton.store import resolve
+from tests.golden.oracle import Oracle
+from tests.golden.prompts import golden_prompts
+from tests.support.answers import Answer, gather_events
+from tests.support.compose import (
+    Compose,
+    cut,
+    docker,
+    eventually,
+    join,
+    kill,
+    pause,
+    stay,
+    unpause,
+)
+
+pytestmark = [
+    pytest.mark.compose,
+    pytest.mark.timeout(2400),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+COMPLETIONS = "/v1/completions"
+HEAL_S = 180.0
+STREAM: dict[str, Any] = {
+    "prompt": "A letter to the harbour master about the weather of last week:",
+    "max_tokens": 160,
+    "temperature": 0,
+    "ignore_eos": True,
+    "logprobs": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(compose: Compose) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=compose.url, timeout=120, limits=limits) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, path: str = COMPLETIONS, **body: Any) -> Answer:
+    body = {**STREAM, **body}
+    async with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        return await gather_events(response)
+
+
+async def workers(client: httpx.AsyncClient, role: str) -> list[dict[str, Any]]:
+    records = (await client.get("/workers")).json()["workers"]
+    return [record for record in records if record["role"] == role]
+
+
+def in_container(container: str, code: str) -> str:
+    return docker("exec", container, "python", "-c", code).strip()
+
+
+# --- images -----------------------------------------------------------------------------------
+
+
+async def test_the_router_image_has_no_torch_and_the_worker_image_no_compiler(
+    compose: Compose,
+) -> None:
+    (router,), worker = compose.containers("router"), compose.containers("decode")[0]
+    look = "import importlib.util as u, shutil as s; print([bool(u.find_spec(m)) for m in "
+    look += "('torch', 'numpy')], s.which('g++'), s.which('cc'), bool(u.find_spec('setuptools')))"
+    assert in_container(router, look) == "[False, False] None None False"
+    assert in_container(worker, look) == "[True, True] None None False"
+
+
+async def test_the_worker_image_brings_the_kernels_of_every_variant(compose: Compose) -> None:
+    code = "from baton.engine.ops.cpu.build import *; import json; "
+    code += "print(json.dumps([str(library(v)) for v in VARIANTS]))"
+    found = json.loads(in_container(compose.containers("prefill")[0], code))
+    assert len(found) == len(VARIANTS)
+    assert all(path.startswith("/opt/baton/") for path in found)
+
+
+async def test_containers_run_without_root_on_a_root_file_system_that_cannot_be_written(
+    compose: Compose,
+) -> None:
+    for service in ("redis", "router", "prefill", "decode"):
+        for container in compose.containers(service):
+            found = json.loads(docker("inspect", container))[0]
+            host = found["HostConfig"]
+            assert found["Config"]["User"].split(":")[0] not in ("", "0", "root"), service
+            assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"], service
+            assert host["Memory"] > 0 and host["PidsLimit"] > 0, service
+            assert host["RestartPolicy"]["Name"] == "unless-stopped", service
+            published = {
+                p: where for p, where in found["NetworkSettings"]["Ports"].items() if where
+            }
+            assert set(published) == ({"8000/tcp"} if service == "router" else set())
+
+
+async def test_redis_answers_nobody_without_the_password(compose: Compose) -> None:
+    code = "import redis; print(redis.Redis('redis').ping())"
+    with pytest.raises(AssertionError, match="Authentication required"):
+        in_container(compose.containers("router")[0], code)
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+async def test_golden_prompts_give_the_tokens_of_the_offline_engine(
+    compose: Compose, client: httpx.AsyncClient, dtype: str
+) -> None:
+    oracle = Oracle(resolve("smollm2", progress=False), dtype)
+    prompts = golden_prompts(oracle.tokenizer.encode)[::6]
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    wanted = await asyncio.to_thread(oracle.choices, [oracle.ids(p) for p in prompts], sampling)
+    for prompt, choices in zip(prompts, wanted, strict=True):
+        answer = await ask(client, prompt.path, **_asked(prompt.body))
+        assert oracle.ids_of_shown(answer.choices[0].tokens) == choices[0].token_ids, prompt.name
+
+
+def _asked(body: dict[str, Any]) -> dict[str, Any]:
+    chat = {"prompt": ..., "logprobs": True} if "messages" in body else {}
+    return {k: v for k, v in {**STREAM, **chat, **body, "max_tokens": 16}.items() if v is not ...}
+
+
+async def test_kv_travels_between_containers_by_torch_distributed(
+    client: httpx.AsyncClient,
+) -> None:
+    """Each has process ids of its own, so there is no memory to map; gRPC would be the fallback."""
+    await ask(client, max_tokens=2)
+    links = [link for record in await workers(client, "prefill") for link in record["links"]]
+    assert "torch:gloo" in {link["transport"] for link in links}
+    assert not [link for link in links if link["degraded"]]
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "heal"), [(kill, stay), (pause, unpause), (cut, join)], ids=["kill", "pause", "cut"]
+)
+async def test_a_stream_goes_on_when_the_container_that_decodes_it_is_lost(
+    compose: Compose,
+    client: httpx.AsyncClient,
+    fault: Callable[[str], None],
+    heal: Callable[[str], None],
+) -> None:
+    expected = await ask(client)
+    lost: list[str] = []
+    answer = await _ask_and_lose(compose, client, fault, lost)
+    assert len(lost) == 1, "it ended before the loss"
+    await asyncio.to_thread(heal, lost[0])
+    assert answer.tokens == expected.tokens and answer.counts == expected.counts
+    await eventually(lambda: compose.healthy("decode", 2), HEAL_S)
+    await _until_known(client, 2)
+
+
+async def _ask_and_lose(
+    compose: Compose, client: httpx.AsyncClient, fault: Callable[[str], None], lost: list[str]
+) -> Answer:
+    """Streams, and applies the fault to the container that decodes after the eighth event."""
+    async with client.stream("POST", COMPLETIONS, json=STREAM) as response:
+        assert response.status_code == 200, await response.aread()
+        lines: list[str] = []
+        losing: asyncio.Task[None] | None = None
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if len(lines) == 16:
+                losing = asyncio.create_task(_lose(compose, client, fault, lost))
+        assert losing is not None
+        await losing
+    return await gather_events(httpx.Response(200, content="\n".join(lines).encode()))
+
+
+async def _lose(
+    compose: Compose, client: httpx.AsyncClient, fault: Callable[[str], None], lost: list[str]
+) -> None:
+    busy = [record for record in await workers(client, "decode") if record["load"]["running"]]
+    (record,) = busy
+    host = record["address"].partition(":")[0]
+    (container,) = [c for c in compose.containers("decode") if c.startswith(host)]
+    await asyncio.to_thread(fault, container)
+    lost.append(container)
+
+
+# --- scale ------------------------------------------------------------------------------------
+
+
+async def test_decode_scales_to_four_and_to_one_under_load_and_no_request_fails(
+    compose: Compose, client: httpx.AsyncClient
+) -> None:
+    expected = await ask(client, max_tokens=48)
+    async with _load(client, expected) as served:
+        for count in (4, 1):
+            await asyncio.to_thread(_scale, compose, count)
+            await _until_known(client, count)
+            enough = len(served) + 4
+            await eventually(lambda wanted=enough: len(served) >= wanted, HEAL_S)
+    await asyncio.to_thread(_scale, compose, 2)
+    await _until_known(client, 2)
+
+
+def _scale(compose: Compose, count: int) -> None:
+    services = ("--no-recreate", "--wait", "--scale", f"decode={count}")
+    compose("up", "--detach", *services, "redis", "prefill", "decode", "router")
+
+
+async def _until_known(client: httpx.AsyncClient, count: int) -> None:
+    """As many decode workers as were asked for, none of them draining."""
+
+    async def known() -> bool:
+        records = await workers(client, "decode")
+        return len(records) == count and not any(r["load"]["draining"] for r in records)
+
+    await eventually(known, HEAL_S)
+
+
+@contextlib.asynccontextmanager
+async def _load(client: httpx.AsyncClient, expected: Answer) -> AsyncIterator[list[str]]:
+    """Three clients that ask again and again; what failed fails the test."""
+    served: list[str] = []
+    enough = asyncio.Event()
+
+    async def one() -> None:
+        while not enough.is_set():
+            answer = await ask(client, max_tokens=48)
+            assert answer.tokens == expected.tokens
+            served.append(answer.text)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(one())
+        try:
+            yield served
+        finally:
+            enough.set()
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+async def test_two_workers_that_meet_an_empty_store_convert_the_model_once(
+    compose: Compose,
+) -> None:
+    """They did when this cluster started; the model is whole and there is one of it."""
+    worker = compose.containers("prefill")[0]
+    assert "smollm2" in docker("exec", worker, "baton", "model", "verify", "smollm2")
+    assert docker("exec", worker, "ls", "/var/lib/baton/models").split() == ["smollm2"]
+
+
+async def test_a_stop_lets_a_stream_end_and_every_process_leave_in_order(
+    compose: Compose, client: httpx.AsyncClient
+) -> None:
+    expected = await ask(client, max_tokens=96)
+    everything = [
+        c for s in ("redis", "prefill", "decode", "router") for c in compose.containers(s)
+    ]
+    async with client.stream("POST", COMPLETIONS, json={**STREAM, "max_tokens": 96}) as response:
+        lines = response.aiter_lines()
+        seen = [await anext(lines) for _ in range(8)]
+        stopping = asyncio.create_task(asyncio.to_thread(compose, "stop", "decode"))
+        seen += [line async for line in lines]
+    await stopping
+    answer = await gather_events(httpx.Response(200, content="\n".join(seen).encode()))
+    assert answer.tokens == expected.tokens
+    await asyncio.to_thread(compose, "stop")
+    states = {container: compose.state(container) for container in everything}
+    assert {state["ExitCode"] for state in states.values()} == {0}, states
