@@ -19,7 +19,8 @@ def dtype() -> str:
 
 @pytest.fixture(scope="session")
 def compose(dtype: str) -> Iterator[Compose]:
-    compose = Compose(DTYPE=dtype, KV_MEMORY=KV_MEMORY)
+    # Every prompt is handed off as long as a prefill worker lives.
+    compose = Compose(DTYPE=dtype, KV_MEMORY=KV_MEMORY, DECODE_PREFILLS="fallback")
     compose("down", "--volumes", "--remove-orphans")
     try:
         compose("build", timeout_s=BUILD_TIMEOUT_S)
