@@ -2,7 +2,6 @@
 start it."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -194,28 +193,6 @@ async def _lose(
     lost.append(container)
 
 
-# --- scale ------------------------------------------------------------------------------------
-
-
-async def test_decode_scales_to_four_and_to_one_under_load_and_no_request_fails(
-    compose: Compose, client: httpx.AsyncClient
-) -> None:
-    expected = await ask(client, max_tokens=48)
-    async with _load(client, expected) as served:
-        for count in (4, 1):
-            await asyncio.to_thread(_scale, compose, count)
-            await _until_known(client, count)
-            enough = len(served) + 4
-            await eventually(lambda wanted=enough: len(served) >= wanted, HEAL_S)
-    await asyncio.to_thread(_scale, compose, 2)
-    await _until_known(client, 2)
-
-
-def _scale(compose: Compose, count: int) -> None:
-    services = ("--no-recreate", "--wait", "--scale", f"decode={count}")
-    compose("up", "--detach", *services, "redis", "prefill", "decode", "router")
-
-
 async def _until_known(client: httpx.AsyncClient, count: int) -> None:
     """As many decode workers as were asked for, none of them draining."""
 
@@ -224,27 +201,6 @@ async def _until_known(client: httpx.AsyncClient, count: int) -> None:
         return len(records) == count and not any(r["load"]["draining"] for r in records)
 
     await eventually(known, HEAL_S)
-
-
-@contextlib.asynccontextmanager
-async def _load(client: httpx.AsyncClient, expected: Answer) -> AsyncIterator[list[str]]:
-    """Three clients that ask again and again; what failed fails the test."""
-    served: list[str] = []
-    enough = asyncio.Event()
-
-    async def one() -> None:
-        while not enough.is_set():
-            answer = await ask(client, max_tokens=48)
-            assert answer.tokens == expected.tokens
-            served.append(answer.text)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(3):
-            group.create_task(one())
-        try:
-            yield served
-        finally:
-            enough.set()
 
 
 # --- the end ----------------------------------------------------------------------------------
