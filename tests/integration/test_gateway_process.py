@@ -64,7 +64,7 @@ def test_it_serves_without_redis_and_ends_in_order_on_a_signal(number: signal.Si
         url = lines_until(process, r"ready role=router .*address=(\S+)")
         assert httpx.get(f"{url}/health/live").status_code == 200
         ready = httpx.get(f"{url}/health/ready")
-        assert (ready.status_code, ready.json()["missing"]) == (503, ["prefill", "decode"])
+        assert (ready.status_code, ready.json()["missing"]) == (503, ["decode"])
         process.send_signal(number)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
