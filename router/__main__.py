@@ -22,6 +22,9 @@ from router.shared import Shared
 from router.text import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
+# Longer than clients keep an idle connection (httpx and the openai client: 5 s): one that the server
+# closes at the moment of reuse is an error that the client did not earn.
+KEEP_ALIVE_S = 75
 SHUTDOWN_S = 10
 
 
@@ -84,6 +87,7 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
     )
     try:

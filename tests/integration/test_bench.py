@@ -36,6 +36,7 @@ async def second_client(url: str, request: PlannedRequest) -> tuple[float, float
     return times[0], (times[-1] - times[0]) / (request.max_tokens - 1)
 
 
+@pytest.mark.slow
 async def test_two_independent_clients_agree_within_3_percent() -> None:
     """The best of four each: a stall of a busy machine can only make a client see more."""
     planned = synthetic(AT_ONCE * 4, 64, 9)

@@ -142,12 +142,9 @@ async def test_without_another_prefill_worker_the_request_starts_over_with_a_new
 ) -> None:
     async with running_gateway(model, scripted(TEXT), prefills=1, decodes=2) as gateway:
         (prefill,) = gateway.cluster.prefills
-        prefill.behaviour.fail = grpc.StatusCode.DATA_LOSS
-        request = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
-        await until(lambda: prefill.counters.calls == 1 and prefill.counters.running == 0)
-        prefill.behaviour.fail = None
-        gateway.cluster.directory.put(prefill.record)
-        assert joined(await request) == (WHOLE, ["length"])
+        prefill.behaviour.fail, prefill.behaviour.fail_times = grpc.StatusCode.DATA_LOSS, 1
+        assert joined(await gateway.events(COMPLETIONS, LONG)) == (WHOLE, ["length"])
+        assert prefill.counters.calls == 2
         assert sum(w.counters.calls for w in gateway.cluster.decodes) == 2
 
 

@@ -300,7 +300,9 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
 @contextlib.asynccontextmanager
 async def _http(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
     """uvicorn without signal handlers: those belong to pytest."""
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
+    )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

@@ -26,7 +26,9 @@ USER_HI = [{"role": "user", "content": "hi"}]
 @contextlib.asynccontextmanager
 async def _serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
     """uvicorn without its signal handlers (those belong to pytest) and its 0.1 s ticks."""
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
+    )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

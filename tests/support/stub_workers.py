@@ -41,13 +41,15 @@ def scripted(text: str | bytes) -> Script:
 
 @dataclass
 class Behaviour:
-    """Knobs; change them at any time. `fail_at`: output position before which it fails."""
+    """Knobs; change them at any time. `fail_at`: output position before which it fails;
+    `fail_times`: how often, None for always."""
 
     step_s: float = 0.0
     start_s: float = 0.0
     capacity: int = 1_000_000
     fail: grpc.StatusCode | None = None
     fail_at: int = 0
+    fail_times: int | None = None
     end_early_at: int | None = None
     num_cached_tokens: int = 0
     hang: bool = False
@@ -170,6 +172,10 @@ class StubWorker:
         if behaviour.hang and index >= behaviour.fail_at:
             await asyncio.Event().wait()
         if behaviour.fail is not None and index >= behaviour.fail_at:
+            if behaviour.fail_times is not None:
+                if behaviour.fail_times == 0:
+                    return
+                behaviour.fail_times -= 1
             await context.abort(behaviour.fail, behaviour.detail)
 
     async def _enter(self, context: grpc.aio.ServicerContext, size: int) -> None:
