@@ -22,8 +22,8 @@ from router.shared import Shared
 from router.text import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
-# Longer than clients keep an idle connection (httpx, so the openai client: 5 s): one that the server
-# closes at the moment of reuse is an error that the client did not earn.
+# Longer than clients keep an idle connection (httpx, so the openai client: 5 s): one that is closed
+# at the moment of its reuse is an error that the client did not earn.
 KEEP_ALIVE_S = 75
 SHUTDOWN_S = 10
 
