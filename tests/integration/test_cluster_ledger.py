@@ -209,6 +209,7 @@ async def run_mixed(cluster: Cluster, count: int, at_once: int, seed: int) -> No
     await cluster.settle()
 
 
+@pytest.mark.slow
 async def test_mixed_requests_sum_to_the_clients_stopwatch(cluster: Cluster) -> None:
     await run_mixed(cluster, 42, at_once=4, seed=7)
 
