@@ -21,8 +21,9 @@ LATE = {"x-baton-ttft-ms": "100", "x-baton-tpot-ms": "10000"}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tiny_chat: StoredModel) -> AsyncIterator[Cluster]:
-    """Each prefill step takes 0.2 s longer; one request runs at a time."""
+    """Each prefill step takes 0.2 s longer; two requests run at a time, both at the worker."""
     router = {"policy": "round_robin", "decode_prefills": "never", "max_running": 2}
+    router["prefill_backlog_s"] = 60.0
     async with running_cluster(tiny_chat, router=router) as running:
         slow_down(running.prefills[0], SLOW_S)
         yield running
