@@ -239,6 +239,7 @@ async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
     await pair.settle()
 
 
+@pytest.mark.slow
 async def test_layers_leave_while_later_ones_are_computed(
     pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
