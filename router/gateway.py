@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from baton.cluster.background import background
 from baton.cluster.registry import RegistryState
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
@@ -82,7 +83,7 @@ class Gateway:
         await self.shared.start()
         self._tasks = [
             asyncio.create_task(self._load(on_loaded), name="load-model"),
-            asyncio.create_task(self._follow_workers(), name="follow-workers"),
+            background(self._follow_workers(), name="follow-workers"),
         ]
 
     async def stop(self) -> None:

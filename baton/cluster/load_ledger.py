@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.redis_link import RedisLink
 
@@ -139,7 +140,7 @@ class LoadLedger:
 
     async def start(self) -> None:
         if self._link is not None:
-            self._task = asyncio.create_task(self._run(), name="load-ledger")
+            self._task = background(self._run(), name="load-ledger")
 
     async def stop(self) -> None:
         """Takes this router's load out of the ledger."""

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from baton.cluster.background import background
 from baton.cluster.errors import RegistryRefused, RegistryUnavailable
 from baton.cluster.redis_client import Client, answer, close, connect
 from baton.cluster.registry.backoff import Backoff
@@ -67,7 +68,7 @@ class RedisLink:
 
     def _lose(self) -> None:
         if self._probe is None:
-            self._probe = asyncio.create_task(self._wait_for_answer(), name="redis-probe")
+            self._probe = background(self._wait_for_answer(), name="redis-probe")
 
     async def _greet(self) -> None:
         """On as many connections as there may be calls."""

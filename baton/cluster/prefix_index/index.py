@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.prefix_index.matches import PrefixMatches, WorkerKey, key_of
 from baton.cluster.prefix_index.prompt_blocks import PromptBlocks
@@ -67,7 +68,7 @@ class PrefixIndex:
                 self._noted.set()
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._send(), name="prefix-expect")
+        self._task = background(self._send(), name="prefix-expect")
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.prefix_index.matches import WorkerKey
 from baton.cluster.prefix_index.reachable import Change, Reachable
@@ -62,7 +63,7 @@ class PrefixPublisher:
         self._news.set()
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="prefix-publisher")
+        self._task = background(self._run(), name="prefix-publisher")
 
     async def stop(self) -> None:
         """Ends the publishing and takes the worker's entries out of the index."""

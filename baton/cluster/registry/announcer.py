@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.registry.backoff import Backoff
 from baton.cluster.registry.store import Registry
@@ -40,7 +41,7 @@ class Announcer:
     async def start(self) -> None:
         """Publishes once (or finds Redis away and goes on trying), then beats in the background."""
         wait_s = await self._beat()
-        self._task = asyncio.create_task(self._run(wait_s), name="announcer")
+        self._task = background(self._run(wait_s), name="announcer")
 
     def announce_now(self) -> None:
         """Publishes a change without waiting for the next beat."""

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 
+from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.registry.backoff import Backoff
 from baton.cluster.registry.store import Listing, Registry
@@ -89,8 +90,8 @@ class Directory:
         backoff = Backoff()
         wait_s = await self._refresh(backoff)
         self._tasks = [
-            asyncio.create_task(self._poll(backoff, wait_s), name="directory-poll"),
-            asyncio.create_task(self._listen(), name="directory-listen"),
+            background(self._poll(backoff, wait_s), name="directory-poll"),
+            background(self._listen(), name="directory-listen"),
         ]
 
     async def stop(self) -> None:
