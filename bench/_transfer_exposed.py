@@ -18,8 +18,9 @@ from _transfer_peer import serve_decode
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import DecodeSettings, PrefillSettings
 from baton.engine.async_engine import AsyncEngine
+from baton.engine.decode_scheduler import DecodeScheduler
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import boot

@@ -21,11 +21,11 @@ from baton.cluster.settings import DecodeSettings
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampler import Sampler
-from baton.engine.scheduler import DecodeScheduler
 from baton.engine.transfer.torch_dist import _gloo
 from baton.v1 import decode_pb2_grpc
 from baton.worker.activity import Activity

@@ -8,7 +8,7 @@ from baton.cluster.rpc import AddServicer
 from baton.cluster.settings import DecodeSettings, load_or_exit
 from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
-from baton.engine.scheduler import DecodeScheduler
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.v1 import decode_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts, boot

@@ -24,8 +24,8 @@ from enum import Enum, auto
 
 from baton.engine.beam_group import accept_beam
 from baton.engine.block_manager import NoFreeBlocks
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
-from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import Sequence, SequenceStatus, StepOutput
 from baton.engine.transfer.base import FirstToken, HandoffRefused
 

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.kv_cache import KVCache
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import FinishReason, Progress, Sequence, StepOutput
 from baton.engine.transfer.base import HandoffRefused
 from baton.step_totals import StepTotals

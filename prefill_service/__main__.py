@@ -8,7 +8,7 @@ from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import PrefillSettings, load_or_exit
 from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
-from baton.engine.scheduler import PrefillScheduler
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.v1 import prefill_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts, boot

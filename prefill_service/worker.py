@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine, Stream
 from baton.engine.kv_layout import KVLayout
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PrefillScheduler
 from baton.engine.sequence import Progress, ScheduledBatch, Sequence, StepOutput
 from baton.engine.transfer.base import KVSender
 from baton.step_totals import StepTotals

@@ -12,7 +12,7 @@ from baton.engine.finish import stop_ids
 from baton.engine.sequence import SampledToken, Sequence, SequenceStatus, StepOutput
 
 if TYPE_CHECKING:
-    from baton.engine.scheduler import DecodeScheduler
+    from baton.engine.decode_scheduler import DecodeScheduler
 
 
 class BeamGroup:

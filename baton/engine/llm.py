@@ -11,6 +11,7 @@ from pathlib import Path
 from baton.engine import kv_layout
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout
@@ -18,7 +19,6 @@ from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import DecodeScheduler
 from baton.engine.sequence import FinishReason, SampledToken, Sequence, StepOutput
 
 

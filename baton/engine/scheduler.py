@@ -1,10 +1,7 @@
 """What the next step computes. Plain Python: no torch, no I/O, no clock.
 
-Both schedulers form ragged batches of chunks under one token budget, the prompt with the
-earliest deadline first. `PrefillScheduler` holds prompts once computed, for the hand-off.
-`DecodeScheduler` batches continuously: every running sequence gets its token each step,
-what is left of the budget goes to prompts (mixed batches), and when blocks run out the
-youngest sequence is preempted and computed again later.
+Schedulers form ragged batches of chunks under one token budget, the prompt with the earliest
+deadline first. `Scheduler` is what `PrefillScheduler` and `DecodeScheduler` share.
 
 The caller serialises calls. Between `schedule` and `postprocess` the batch is being
 computed: blocks of its sequences are not freed then, however they end; `postprocess` does.
@@ -15,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
-from baton.engine.beam_group import accept_beam
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.finish import finish_reason
@@ -225,131 +221,3 @@ class Scheduler:
 def _urgency(seq: Sequence) -> tuple[bool, float, int]:
     """What was preempted comes back first, then the earliest deadline, then the first come."""
     return not seq.num_preemptions, seq.due_at, seq.arrival
-
-
-class PrefillScheduler(Scheduler):
-    """The earliest deadline first; a computed prompt is held until `end` is called."""
-
-    def _fill(self, batch: ScheduledBatch) -> None:
-        self._schedule_prefills(batch, self.config.chunk_size)
-
-    def _accept(
-        self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
-    ) -> list[StepOutput]:
-        self.running.remove(seq)
-        self.held.append(seq)
-        seq.status = SequenceStatus.HELD
-        return [
-            self._output(seq, token, choice, seq.num_output_tokens, progress)
-            for choice, token in zip(seq.choices, tokens, strict=True)
-        ]
-
-
-class DecodeScheduler(Scheduler):
-    """Continuous batching with preemption by recompute."""
-
-    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
-        super().__init__(config, blocks)
-        self.num_preemptions = 0
-        self.tokens_recomputed = 0
-
-    def join(self, seqs: ListOf[Sequence]) -> None:
-        """Adds sequences whose prompt KV is in their blocks already (a committed hand-off)."""
-        for seq in seqs:
-            seq.status = SequenceStatus.RUNNING
-            self.blocks.publish_computed(seq)
-            insort(self.running, seq, key=lambda s: s.arrival)
-
-    def fork(self, seq: Sequence, choices: ListOf[int]) -> list[Sequence]:
-        """One sequence per choice on shared blocks; the first one is `seq` itself."""
-        children = [seq.fork(choice) for choice in choices[1:]]
-        for child in children:
-            self.blocks.acquire(child.held_blocks)
-        seq.choices = (choices[0],)
-        return [seq, *children]
-
-    def _fill(self, batch: ScheduledBatch) -> None:
-        self._schedule_decodes(batch)
-        self._schedule_prefills(batch, self.config.chunk_size - len(batch.items))
-        while not batch.items and self.waiting and self.running:
-            # Beams that have been heard hold what another beam of theirs waits for.
-            self._preempt(self.running[-1])
-            self._schedule_prefills(batch, self.config.chunk_size)
-
-    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
-        for seq in list(self.running):
-            decodes = seq.status is SequenceStatus.RUNNING and seq.num_uncomputed_tokens == 1
-            if decodes and self._make_room(seq, batch):
-                batch.items.append(ScheduledSequence(seq, 1))
-
-    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> bool:
-        """A writable slot for the next token, preempting from the youngest on; False when
-        `seq` itself had to go. Victims come after `seq`, so none is in the batch yet."""
-        while not self._slot(seq, batch):
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is seq:
-                return False
-        return True
-
-    def _slot(self, seq: Sequence, batch: ScheduledBatch) -> bool:
-        position = seq.num_computed_tokens // self.blocks.block_size
-        grows = position == len(seq.block_table)
-        shared = [] if grows else [(seq.block_table, position)]
-        shared += [(seq.tail_blocks, i) for i in range(len(seq.tail_blocks))]
-        shared = [(table, i) for table, i in shared if self.blocks.is_shared(table[i])]
-        if self.blocks.num_available < grows + len(shared):
-            return False
-        if grows:
-            seq.block_table += self.blocks.allocate(1)
-        for table, i in shared:
-            (own,) = self.blocks.allocate(1)
-            batch.block_copies.append((table[i], own))
-            self.blocks.release([table[i]])
-            table[i] = own
-        return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.blocks.release_sequence(seq)
-        parked = not seq.num_uncomputed_tokens  # a beam that has been heard: idle until it grows
-        seq.recompute_below = max(seq.recompute_below, seq.num_computed_tokens)
-        seq.num_computed_tokens = 0
-        seq.num_published_blocks = 0
-        seq.num_preemptions += 1
-        self.num_preemptions += 1
-        if parked:
-            seq.status = SequenceStatus.HELD
-            self.held.append(seq)
-        else:
-            seq.status = SequenceStatus.WAITING
-            insort(self.waiting, seq, key=lambda s: s.arrival)
-
-    def _may_start(self, seq: Sequence, num_new_blocks: int, reused: list[int]) -> bool:
-        """A preempted sequence comes back only when all running ones can still grow, or it
-        would be thrown out again at once."""
-        spare = len(self.running) + 1 if seq.num_preemptions and self.running else 0
-        return self.blocks.can_take(num_new_blocks + spare, reused)
-
-    def _advance(self, item: ScheduledSequence) -> None:
-        before = item.seq.num_recomputed_tokens
-        super()._advance(item)
-        self.tokens_recomputed += item.seq.num_recomputed_tokens - before
-
-    def _accept(
-        self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
-    ) -> list[StepOutput]:
-        if seq.sampling.beam is not None:
-            return [StepOutput(seq, progress=progress), *accept_beam(self, seq, tokens[0])]
-        outputs = []
-        for choice_seq, token in zip(self.fork(seq, seq.choices), tokens, strict=True):
-            index = choice_seq.num_output_tokens
-            output = self._output(choice_seq, token, choice_seq.choice, index, progress)
-            choice_seq.token_ids.append(token.token_id)
-            if choice_seq is not seq:
-                insort(self.running, choice_seq, key=lambda s: s.arrival)
-            if output.finish_reason:
-                choice_seq.finish_reason = output.finish_reason
-                self.end(choice_seq)
-            outputs.append(output)
-        return outputs

@@ -23,9 +23,10 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.model_runner import ModelRunner
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PrefillScheduler, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.step_totals import StepTotals
 from baton.store import home

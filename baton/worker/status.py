@@ -8,7 +8,7 @@ import grpc
 from baton.cluster import workers
 from baton.cluster.settings import WorkerSettings
 from baton.cluster.workers import Role, WorkerLoad, WorkerRecord
-from baton.engine.scheduler import DecodeScheduler
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.activity import Activity

@@ -22,8 +22,9 @@ from fastapi import FastAPI
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.cluster.registry import Directory, Registry
 from baton.cluster.settings import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.loader import load_model
-from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.store import StoredModel, resolve
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.boot import Parts, boot

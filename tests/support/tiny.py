@@ -17,13 +17,14 @@ from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampler import Sampler
-from baton.engine.scheduler import DecodeScheduler, PrefillScheduler
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity

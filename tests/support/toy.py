@@ -12,10 +12,12 @@ import torch
 
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import DecodeScheduler, PrefillScheduler, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import NO_BLOCK, ScheduledBatch, Sequence, StepOutput
 
 VOCAB = 97

@@ -6,8 +6,8 @@ import pytest
 
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
+from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PrefillScheduler
 from baton.engine.sequence import SampledToken, Sequence
 
 CHUNK = 16
