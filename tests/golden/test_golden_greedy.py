@@ -133,7 +133,6 @@ async def test_eight_at_a_time_on_two_pairs_give_the_offline_tokens_streamed(
         assert (await two_pairs.info(worker)).counters.handoffs > 0, "a worker was never used"
 
 
-@pytest.mark.slow
 async def test_decode_prefilling_in_its_own_batches_gives_the_offline_tokens(
     prompts: list[GoldenPrompt], expected: list[list[ExpectedChoice]]
 ) -> None:

@@ -119,7 +119,6 @@ async def assert_offline_text_of_repeated_words(
             assert_equal(answer, wanted)
 
 
-@pytest.mark.slow
 async def test_a_prompt_that_repeats_itself_continues_as_offline(
     cluster: Cluster, oracle: Oracle
 ) -> None:
@@ -192,7 +191,6 @@ async def repeat_and_vary(cluster: Cluster, count: int) -> None:
     assert after.prefill_tokens_computed == 0
 
 
-@pytest.mark.slow
 async def test_three_hundred_full_hits_and_three_hundred_misses_leak_nothing(
     tiny_chat: StoredModel,
 ) -> None:
@@ -262,7 +260,6 @@ async def test_a_request_that_can_never_fit_is_refused_at_once_and_blocks_nobody
         assert (await cluster.totals(cluster.prefills)).handoffs == 6
 
 
-@pytest.mark.slow
 async def test_two_requests_that_each_want_most_of_a_pool_keep_their_text(oracle: Oracle) -> None:
     """10 blocks of 16, 7 wanted by each: one is preempted and goes on where it was."""
     async with small_cluster(decode={"num_blocks": 10}) as cluster:

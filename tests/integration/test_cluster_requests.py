@@ -114,7 +114,6 @@ async def test_an_empty_chat_message_is_served_since_the_template_is_not_empty(
 # --- streams --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_no_part_of_a_stop_string_is_ever_shown(cluster: Cluster) -> None:
     body = {"prompt": STORY, "max_tokens": 16, "temperature": 0}
     text = (await cluster.ask(COMPLETIONS, **body)).text
@@ -241,7 +240,6 @@ async def test_sampling_settings_do_not_change_the_reported_distribution(cluster
         assert values[:5] == pytest.approx([value for _, value in top][:5], abs=1e-3)
 
 
-@pytest.mark.slow
 async def test_a_seed_gives_the_same_text_alone_among_others_and_warm(cluster: Cluster) -> None:
     body = {"prompt": STORY, "seed": 123, "temperature": 0.8, "max_tokens": 32}
     alone = await cluster.ask(COMPLETIONS, **body)
