@@ -6,6 +6,8 @@ from functools import partial
 from baton.cluster.logging import configure
 from baton.cluster.rpc import AddServicer
 from baton.cluster.settings import DecodeSettings, load_or_exit
+from baton.cluster.tls import core_log
+from baton.cluster.tls.folder import open_tls
 from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.decode_scheduler import DecodeScheduler
@@ -37,14 +39,17 @@ async def serve_decode(
         partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode),
         transfer.add_to,
     ]
+    names = ["baton.v1.Decode", "baton.v1.KVTransfer"]
     try:
-        await serve(status, engine, servicers, ["baton.v1.Decode", "baton.v1.KVTransfer"], signals)
+        await serve(status, engine, servicers, names, signals, open_tls(settings.tls_dir))
     finally:
         inbox.close()
 
 
 def main(settings: DecodeSettings) -> int:
     """Exit status: 0 after an orderly stop, 2 when the settings cannot work."""
+    if settings.tls_dir is not None:
+        core_log.listen()
     configure(settings.log_level, settings.log_json, settings.worker_id)
     return run_worker(lambda: boot(settings, DecodeScheduler), partial(serve_decode, settings))
 

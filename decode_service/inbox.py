@@ -4,7 +4,7 @@ Owns the receiving ends of the transports; all are bounded. Knows no reservation
 means, and whether it is still wanted, is decided elsewhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from baton.cluster.settings import DecodeSettings
 from baton.engine.kv_layout import KVLayout
@@ -36,7 +36,7 @@ class Inbox:
         self.groups = torch_dist.TorchInbox(
             _own_host(settings), device, settings.max_torch_groups, settings.transport_timeout_s
         )
-        self._transports = _transports(settings.transport, device)
+        self._transports = _transports(settings.transports, device)
         self._device = device
         self._layout = layout
 
@@ -81,6 +81,6 @@ def _own_host(settings: DecodeSettings) -> str:
     return settings.advertised(0).rpartition(":")[0].strip("[]")
 
 
-def _transports(choice: str, device: str) -> list[str]:
+def _transports(choice: Collection[str], device: str) -> list[str]:
     able = {"shm": shm.supported(), "torch": bool(torch_dist.backends(device)), "grpc": True}
-    return [name for name in able if (able[name] and choice in ("auto", name)) or name == "grpc"]
+    return [name for name in able if (able[name] and name in choice) or name == "grpc"]

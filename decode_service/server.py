@@ -44,7 +44,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def StopChoice(
         self, request: pb.StopChoiceRequest, context: grpc.aio.ServicerContext
     ) -> pb.StopChoiceResponse:
-        stopped = self._worker.stop_choice(request.reservation_id, request.choice)
+        stopped = self._worker.stop_choice(request.reservation_id, request.secret, request.choice)
         return pb.StopChoiceResponse(stopped=stopped)
 
     def _job(self, request: pb.GenerateRequest) -> GenerateJob:

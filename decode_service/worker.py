@@ -5,6 +5,7 @@ preempted: one mixed batch per step.
 """
 
 import asyncio
+import hmac
 import math
 import secrets
 import time
@@ -157,7 +158,7 @@ class DecodeWorker:
         self._activity = activity
         self._lease_s = lease_s
         self._reservations = Reservations(engine.engine)
-        self._groups: dict[str, int] = {}
+        self._groups: dict[str, tuple[int, bytes]] = {}
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[Event, None]:
         """Reserved, then Stepped by step, then Done. Closing it gives everything back.
@@ -206,10 +207,10 @@ class DecodeWorker:
         """Raises HandoffRefused to who does not know the secret."""
         return self._reservations.find(reservation_id, secret)
 
-    def stop_choice(self, reservation_id: str, choice: int) -> bool:
-        """Ends one choice; False when it has ended already or was never known."""
-        group = self._groups.get(reservation_id)
-        if group is None:
+    def stop_choice(self, reservation_id: str, secret: bytes, choice: int) -> bool:
+        """Ends one choice; False when it has ended already or was never known to the caller."""
+        group, wanted = self._groups.get(reservation_id, (0, b""))
+        if not wanted or not hmac.compare_digest(wanted, secret):
             return False
         found = self._engine.engine.scheduler.find(group, choice)
         if not found or not self._engine.engine.end(group, choice):
@@ -261,8 +262,9 @@ class DecodeWorker:
         if job.prefill_here:
             self._engine.engine.add(seq)
             lease.done.set()
-            with self._named(secrets.token_hex(16), seq) as name:
-                yield Reserved(name, b"", (), 0.0, received_at), lease, None
+            name, secret = secrets.token_hex(16), secrets.token_bytes(16)
+            with self._named(name, secret, seq):
+                yield Reserved(name, secret, (), 0.0, received_at), lease, None
             return
         reservation = self._reservations.reserve(seq)
         reservation.on_committed = lease.done.set
@@ -270,16 +272,17 @@ class DecodeWorker:
         held, secret = tuple(range(reservation.num_held)), reservation.secret
         self._activity.transfers.in_flight += 1
         try:
-            with self._named(reservation.id, seq) as name:
-                yield Reserved(name, secret, held, self._lease_s, received_at), lease, reservation
+            with self._named(reservation.id, secret, seq):
+                reserved = Reserved(reservation.id, secret, held, self._lease_s, received_at)
+                yield reserved, lease, reservation
         finally:
             self._activity.transfers.in_flight -= 1
             self._reservations.cancel(reservation)
 
     @contextmanager
-    def _named(self, name: str, seq: Sequence) -> Iterator[str]:
-        self._groups[name] = seq.group
+    def _named(self, name: str, secret: bytes, seq: Sequence) -> Iterator[None]:
+        self._groups[name] = seq.group, secret
         try:
-            yield name
+            yield
         finally:
             del self._groups[name]

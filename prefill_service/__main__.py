@@ -6,6 +6,8 @@ from functools import partial
 from baton.cluster.logging import configure
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import PrefillSettings, load_or_exit
+from baton.cluster.tls import core_log
+from baton.cluster.tls.folder import open_tls
 from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.prefill_scheduler import PrefillScheduler
@@ -24,7 +26,8 @@ async def serve_prefill(
 ) -> None:
     """Runs one prefill worker in this event loop until `signals` say stop."""
     engine, activity = AsyncEngine(parts.engine), Activity()
-    channels = ChannelPool(settings.peer_timeout_s)
+    tls = open_tls(settings.tls_dir, settings.tls_server_name)
+    channels = ChannelPool(settings.peer_timeout_s, tls)
     pairs = Pairs(settings, parts.cache, channels, parts.memory)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
@@ -32,7 +35,7 @@ async def serve_prefill(
     add = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)
     status = WorkerStatus(Role.PREFILL, settings, new_incarnation(), parts, activity)
     try:
-        await serve(status, engine, [add], ["baton.v1.Prefill"], signals)
+        await serve(status, engine, [add], ["baton.v1.Prefill"], signals, tls)
     finally:
         await pairs.close()
         await channels.close()
@@ -40,6 +43,8 @@ async def serve_prefill(
 
 def main(settings: PrefillSettings) -> int:
     """Exit status: 0 after an orderly stop, 2 when the settings cannot work."""
+    if settings.tls_dir is not None:
+        core_log.listen()
     configure(settings.log_level, settings.log_json, settings.worker_id)
     return run_worker(lambda: boot(settings, PrefillScheduler), partial(serve_prefill, settings))
 

@@ -9,6 +9,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Collection
+from functools import partial
 
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import PrefillSettings
@@ -109,9 +111,9 @@ class Pair:
         self._pairs = pairs
         self._resting: dict[str, float] = {}
         self._shm = shm.ShmLink(pairs.memory) if pairs.memory else None
-        self._order = _order(settings.transport, destination.offer, pairs.device, self._shm)
+        self._order = _order(settings.transports, destination.offer, pairs.device, self._shm)
         self._retry_s = settings.transport_retry_s
-        channel = pairs.channels.get(self.address)
+        channel = partial(pairs.channels.get, self.address)
         backends = list(destination.offer.torch_backends)
         self.torch = TorchPair(
             channel, self.address, backends, pairs.device, settings.transport_timeout_s
@@ -158,7 +160,7 @@ class Pair:
 
 
 def _order(
-    choice: str,
+    choice: Collection[str],
     offer: common_pb2.TransferOffer,
     device: str,
     shm_link: shm.ShmLink | None,
@@ -169,4 +171,4 @@ def _order(
         "grpc": True,
     }
     offered = [t for t in able if able[t] and (t in offer.transports or t == "grpc")]
-    return offered if choice == "auto" else [t for t in offered if t in (choice, "grpc")]
+    return [t for t in offered if t in (*choice, "grpc")]

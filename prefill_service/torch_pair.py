@@ -6,7 +6,7 @@ ends the call, and both sides forget the group.
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -21,14 +21,14 @@ from baton.worker.rendezvous import Rendezvous
 class TorchPair:
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: Callable[[], grpc.aio.Channel],
         address: str,
         offered: list[str],
         device: str,
         timeout_s: float,
     ) -> None:
         self.group: PairGroup | None = None
-        self._stub = kv_pb2_grpc.KVTransferStub(channel)
+        self._channel = channel
         host, _, self._port = address.rpartition(":")
         self._host = host.strip("[]")
         self._backend = next((b for b in backends(device) if b in offered), "")
@@ -82,7 +82,7 @@ class TorchPair:
         self, reservation: common_pb2.Reservation, opened: "asyncio.Future[PairGroup]"
     ) -> None:
         """The Join call, from its first message until either end lets go."""
-        call = self._stub.Join()
+        call = kv_pb2_grpc.KVTransferStub(self._channel()).Join()
         try:
             async with Rendezvous(self._timeout_s) as rendezvous:
                 group = await self._open(call, reservation, rendezvous)

@@ -78,7 +78,10 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
         load_model = lambda: model  # noqa: E731
     registry = Registry(settings.redis_url)
     shared = Shared(settings.redis_url)
-    gateway = Gateway(settings, Directory(registry), load_model, shared)
+    try:
+        gateway = Gateway(settings, Directory(registry), load_model, shared)
+    except SettingsError as error:
+        return fail(error)
     server = _Server(
         uvicorn.Config(
             create_app(gateway, on_loaded),

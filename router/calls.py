@@ -16,7 +16,8 @@ import grpc.aio
 
 from baton.cluster.errors import BatonError, Overloaded, WorkerUnavailable
 from baton.cluster.ledger import CallTrail
-from baton.cluster.rpc import error_from_rpc
+from baton.cluster.once import Once
+from baton.cluster.rpc import error_from_rpc, refusal
 from baton.cluster.workers import WorkerRecord
 from router.notes import note
 
@@ -53,13 +54,20 @@ class WorkerCall:
     """A server-streaming RPC; `cancel` may be called at any time, any number of times."""
 
     def __init__(
-        self, worker: WorkerRecord, call: Any, trail: CallTrail, heard: Callable[[Any], None]
+        self,
+        worker: WorkerRecord,
+        call: Any,
+        trail: CallTrail,
+        heard: Callable[[Any], None],
+        refusals: Once,
     ) -> None:
-        """`heard` gets every event as soon as it comes."""
+        """`heard` gets every event as soon as it comes. `refusals`: what has been told of workers
+        that cannot prove who they are, or do not believe who we are."""
         self.worker = worker
         self._call = call
         self._trail = trail
         self._heard = heard
+        self._refusals = refusals
         self._ahead: asyncio.Task[Any] | None = None
         self._left = False
 
@@ -114,11 +122,19 @@ class WorkerCall:
         _log.error("worker %s contradicts: %s", self.worker.worker_id, reason)
         return WorkerContradiction(self.worker, reason, unreachable=False)
 
+    def _tell_refusal(self, reason: str) -> None:
+        worker = self.worker
+        if self._refusals.first((worker.worker_id, worker.incarnation, reason), time.monotonic()):
+            _log.warning("worker %s at %s: %s", worker.worker_id, worker.address, reason)
+
     def _reaction(self, error: grpc.aio.AioRpcError) -> BatonError:
         reaction = error_from_rpc(error, self.worker.worker_id)
         if isinstance(reaction, Overloaded):
             return WorkerFull(self.worker)
         if isinstance(reaction, WorkerUnavailable):
+            if (reason := refusal(error)) is not None:
+                self._tell_refusal(reason)
+                return WorkerFault(self.worker, reason, unreachable=True)
             code = error.code()
             unreachable = code is grpc.StatusCode.UNAVAILABLE
             return self.fault(str(reaction), unreachable, code is grpc.StatusCode.ABORTED)

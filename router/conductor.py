@@ -140,7 +140,7 @@ class Conductor:
                 # 3) Decode goes on from there.
                 open_choices = output.generation.unfinished(leg.choices)
                 if decode is not None and reservation is not None and open_choices:
-                    await self._follow_decode(leg, decode, reservation.id, output, served)
+                    await self._follow_decode(leg, decode, reservation, output, served)
             finally:
                 if decode is not None:
                     decode.cancel()
@@ -252,7 +252,7 @@ class Conductor:
         self,
         leg: Leg,
         decode: WorkerCall,
-        reservation_id: str,
+        reservation: common_pb2.Reservation,
         output: Output,
         served: Served,
     ) -> None:
@@ -266,7 +266,7 @@ class Conductor:
                     break
                 for choice in set(generation.ended_by_text(tokens)) - told:
                     told.add(choice)
-                    await self.dialer.stop_choice(decode.worker, reservation_id, choice)
+                    await self.dialer.stop_choice(decode.worker, reservation, choice)
             elif kind == "done":
                 self._note_done(event.done, served)
                 break

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc.aio
 
+from baton.cluster.once import Once
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.workers import WorkerRecord
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -18,6 +19,7 @@ STOP_TIMEOUT_S = 1.0
 class Dialer:
     def __init__(self, channels: ChannelPool) -> None:
         self._channels = channels
+        self._refusals = Once()
 
     def decode(self, leg: Leg, worker: WorkerRecord, hold: Hold) -> WorkerCall:
         stub = decode_pb2_grpc.DecodeStub(self._channels.get(worker.address))
@@ -51,17 +53,22 @@ class Dialer:
         )
         return self._call(leg, worker, stub.Prefill, request, hold)
 
-    @staticmethod
-    def _call(leg: Leg, worker: WorkerRecord, method: Any, request: Any, hold: Hold) -> WorkerCall:
+    def _call(
+        self, leg: Leg, worker: WorkerRecord, method: Any, request: Any, hold: Hold
+    ) -> WorkerCall:
         trail = leg.job.trail.call(
             worker.worker_id, worker.role, time.monotonic(), attempt=len(leg.failures) + 1
         )
         call = method(request, timeout=leg.job.time_left())
-        return WorkerCall(worker, call, trail, hold.heard)
+        return WorkerCall(worker, call, trail, hold.heard, self._refusals)
 
-    async def stop_choice(self, worker: WorkerRecord, reservation_id: str, choice: int) -> None:
+    async def stop_choice(
+        self, worker: WorkerRecord, reservation: common_pb2.Reservation, choice: int
+    ) -> None:
         stub = decode_pb2_grpc.DecodeStub(self._channels.get(worker.address))
-        request = decode_pb2.StopChoiceRequest(reservation_id=reservation_id, choice=choice)
+        request = decode_pb2.StopChoiceRequest(
+            reservation_id=reservation.id, secret=reservation.secret, choice=choice
+        )
         try:
             await stub.StopChoice(request, timeout=STOP_TIMEOUT_S)
         except grpc.aio.AioRpcError:

@@ -13,6 +13,7 @@ from baton.cluster.background import background
 from baton.cluster.registry import RegistryState
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
+from baton.cluster.tls.folder import open_tls
 from baton.cluster.workers import Role, WorkerRecord
 from router.admission import Admission
 from router.conductor import Conductor
@@ -59,7 +60,8 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.directory = directory
-        self.channels = ChannelPool(settings.peer_timeout_s)
+        tls = open_tls(settings.tls_dir, settings.tls_server_name)
+        self.channels = ChannelPool(settings.peer_timeout_s, tls)
         self.admission = Admission(settings.max_running, settings.max_queue)
         self.shared = shared or Shared()
         self.planner = Planner(

@@ -10,16 +10,25 @@ from rich.console import Console
 
 from baton.cli.status import workers_of
 from baton.cluster.errors import BatonError
+from baton.cluster.rpc import open_channel
+from baton.cluster.tls import TlsFolder
 from baton.cluster.workers import WorkerRecord
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 ANSWER_S = 5.0
 
 
-def drain(worker_id: str, redis: str | None, url: str, timeout_s: float, undo: bool) -> None:
+def drain(
+    worker_id: str,
+    redis: str | None,
+    url: str,
+    timeout_s: float,
+    undo: bool,
+    tls: TlsFolder | None = None,
+) -> None:
     """Raises BatonError when the worker is unknown, does not answer or is still busy."""
     worker = find(worker_id, workers_of(redis, url))
-    drained = asyncio.run(_drain(worker, timeout_s, undo))
+    drained = asyncio.run(_drain(worker, timeout_s, undo, tls))
     if undo:
         said = "takes new requests again"
     elif drained:
@@ -37,9 +46,9 @@ def find(worker_id: str, workers: list[WorkerRecord]) -> WorkerRecord:
     raise BatonError(f"There is no worker {worker_id}. Live workers: {known}.")
 
 
-async def _drain(worker: WorkerRecord, timeout_s: float, undo: bool) -> bool:
+async def _drain(worker: WorkerRecord, timeout_s: float, undo: bool, tls: TlsFolder | None) -> bool:
     request = worker_pb2.DrainRequest(timeout_s=timeout_s, undo=undo)
-    async with grpc.aio.insecure_channel(worker.address) as channel:
+    async with open_channel(worker.address, tls) as channel:
         try:
             stub = worker_pb2_grpc.WorkerStub(channel)
             return bool((await stub.Drain(request, timeout=timeout_s + ANSWER_S)).drained)

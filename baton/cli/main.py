@@ -104,11 +104,20 @@ def drain(
     url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
     timeout: Annotated[float, typer.Option(min=0.0, help="Longest wait in seconds.")] = 60.0,
     undo: Annotated[bool, typer.Option("--undo", help="Take new requests again.")] = False,
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a certificate for admin.", envvar="BATON_TLS_DIR"),
+    ] = None,
+    tls_server_name: Annotated[
+        str | None,
+        typer.Option(help="Name in the workers' certificates.", envvar="BATON_TLS_SERVER_NAME"),
+    ] = None,
 ) -> None:
     """Let a worker finish its requests and take no new ones."""
     from baton.cli.drain import drain
+    from baton.cluster.tls.folder import open_tls
 
-    drain(worker, redis, url, timeout, undo)
+    drain(worker, redis, url, timeout, undo, open_tls(tls_dir, tls_server_name))
 
 
 @app.command()
@@ -203,9 +212,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _mount_model_commands() -> None:
-    from baton.cli import model
+    from baton.cli import certs, model
 
     app.add_typer(model.app, name="model")
+    app.add_typer(certs.app, name="certs")
 
 
 def _guarded(command: Callable[[], None]) -> int:

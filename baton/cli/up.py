@@ -20,6 +20,7 @@ import httpx
 from baton.cli.console import MergedLog
 from baton.cli.cores import available_cores
 from baton.cli.supervisor import Supervisor
+from baton.cli.up_certs import ThrowAwayCertificates
 from baton.cli.up_plan import Site, plan
 from baton.cli.up_settings import UpSettings
 from baton.cluster.errors import BatonError, RegistryUnavailable, SettingsError
@@ -79,11 +80,16 @@ async def _run(settings: UpSettings, site: Site) -> int:
             url = settings.redis_url
             await _check_redis(url)
         site = dataclasses.replace(site, redis_url=url)
+        helpers = []
+        if settings.tls:
+            certificates = stack.enter_context(ThrowAwayCertificates())
+            site = dataclasses.replace(site, tls_dir=certificates.folder)
+            helpers.append(certificates.keep())
         specs = plan(settings, site)
         log = MergedLog([spec.name for spec in specs], raw=bool(settings.log_json))
         supervisor = Supervisor(specs, log.say, stop_timeout_s=settings.stop_timeout_s)
         _stop_on_signals(supervisor, log)
-        helpers = [_announce_ready(settings, site, log)]
+        helpers.append(_announce_ready(settings, site, log))
         if settings.redis_url is None:
             helpers.append(_keep_redis(redis, url, log))
         failure = await _with_helpers(supervisor, helpers)
@@ -139,6 +145,8 @@ async def _announce_ready(settings: UpSettings, site: Site, log: MergedLog) -> N
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{site.port}"
     started = time.monotonic()
+    if site.tls_dir is not None:
+        log.say("baton", f"mutual TLS; certificates are in {site.tls_dir}")
     log.say("baton", f"starting {settings.prefill} prefill and {settings.decode} decode workers")
     if await _is_ready(url, settings.ready_timeout_s):
         log.say("baton", f"Baton is ready at {url}")

@@ -6,6 +6,7 @@ still find their workers.
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.cli.child_process import ChildSpec
@@ -26,6 +27,8 @@ class Site:
     model: str
     cores: tuple[int, ...]
     given: dict[str, Any] = field(default_factory=dict)
+    tls_dir: Path | None = None
+    """Holds a folder of certificates for each role."""
 
 
 def plan(settings: UpSettings, site: Site) -> list[ChildSpec]:
@@ -50,7 +53,7 @@ def _router(settings: UpSettings, site: Site, name: str) -> ChildSpec:
     }
     if settings.routers > 1:
         flags["reuse_port"] = True
-    argv = _command("router", settings, site, flags)
+    argv = _command("router", "router", settings, site, flags)
     return ChildSpec(name, argv, _environment(site, 1), ROUTER_STOP_STAGE)
 
 
@@ -66,16 +69,18 @@ def _worker(
         "threads": threads,
         **settings.passed_on(WORKER_FIELDS + SHARED_FIELDS, site.given),
     }
-    argv = _command(f"{role}_service", settings, site, flags)
+    argv = _command(f"{role}_service", role, settings, site, flags)
     return ChildSpec(f"{role}-{index}", argv, _environment(site, threads), WORKER_STOP_STAGE)
 
 
 def _command(
-    module: str, settings: UpSettings, site: Site, flags: dict[str, Any]
+    module: str, role: str, settings: UpSettings, site: Site, flags: dict[str, Any]
 ) -> tuple[str, ...]:
     common: dict[str, Any] = {"model": site.model}
     if settings.config is not None:
         common["config"] = settings.config
+    if site.tls_dir is not None:
+        common["tls_dir"] = site.tls_dir / role
     lines = [_flag(name, value) for name, value in (common | flags).items()]
     return (sys.executable, "-m", module, *lines)
 

@@ -79,6 +79,9 @@ class UpSettings(Settings):
     ready_timeout_s: Seconds = option(
         600.0, "longest wait until it can serve", "a positive number of seconds"
     )
+    tls: bool = option(
+        False, "mutual TLS between the processes, with a throw-away authority", "true or false"
+    )
     dtype: DType | None = option(None, "as for a worker", "bfloat16 or float32")
     kv_dtype: KVDType | None = option(None, "as for a worker", "auto, fp8, int8 or int4")
     kv_memory: Size | None = option(None, "as for a worker, each", "a size such as 512MiB or 2GiB")

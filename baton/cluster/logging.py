@@ -5,6 +5,7 @@ Everything goes to stderr, one line per record (a traceback follows its line). C
 """
 
 import logging
+import os
 import sys
 from contextvars import ContextVar
 
@@ -40,6 +41,8 @@ class _JsonFormatter(logging.Formatter):
 
 def configure(level: str = "info", json: bool = False, name: str = "baton") -> None:
     """Replaces the root handlers; `name` is the process in JSON lines."""
+    # gRPC reads it when first used; its INFO lines about a lost peer are not for people.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = logging.StreamHandler(sys.stderr)
     if json:
         handler.setFormatter(_JsonFormatter(name))

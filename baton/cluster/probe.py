@@ -1,13 +1,16 @@
 """`python -m baton.cluster.probe URL`: is the process at URL healthy? For health checks of
 containers: exit code 0 or 1 and one line. `http://…` wants status 200, `grpc://HOST:PORT` the
-answer SERVING of the standard health service.
+answer SERVING of the standard health service. Runs beside the process it asks, in the same
+environment: with BATON_TLS_DIR it shows that process' certificate.
 
 Source: https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """
 
+import os
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 TIMEOUT_S = 4.0
 
@@ -29,7 +32,16 @@ def _grpc(address: str, timeout_s: float) -> str | None:
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
-    with grpc.insecure_channel(address) as channel:
+    from baton.cluster.tls.folder import channel_credentials, open_tls
+
+    folder, name = os.environ.get("BATON_TLS_DIR"), os.environ.get("BATON_TLS_SERVER_NAME")
+    tls = open_tls(Path(folder)) if folder else None
+    options = (("grpc.ssl_target_name_override", name),) if name else ()
+    with (
+        grpc.secure_channel(address, channel_credentials(tls.latest()), options)
+        if tls
+        else grpc.insecure_channel(address)
+    ) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:

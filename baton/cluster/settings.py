@@ -97,6 +97,14 @@ class CommonSettings(Settings):
     peer_timeout_s: Seconds = option(
         3.0, "a stopped or cut-off process counts as lost after this silence", _SECONDS
     )
+    tls_dir: Path | None = option(
+        None,
+        "folder with ca.crt, tls.crt and tls.key: gRPC between processes is mutual TLS",
+        "a path to a folder",
+    )
+    tls_server_name: Name | None = option(
+        None, "name that certificates of workers must have (default: the host called)", _NAME
+    )
     log_level: LogLevel = option("info", "least level to log", choices(LogLevel))
     log_json: bool = option(False, "log JSON lines", _SWITCH)
 
@@ -201,6 +209,14 @@ class WorkerSettings(CommonSettings):
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("--max-model-len must leave room for a prompt and one output token.")
         return self
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Those that are tried. What torch.distributed sends is in clear, so where TLS is wanted
+        it must be asked for by name."""
+        if self.transport != "auto":
+            return (self.transport,)
+        return ("shm", "grpc") if self.tls_dir else ("shm", "torch", "grpc")
 
     def advertised(self, port: int) -> str:
         """The address that others reach this worker at, once its port is known."""

@@ -76,12 +76,14 @@ class GenerateDone(_message.Message):
     def __init__(self, num_cached_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., handoff_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., prefill_steps: _Optional[_Union[_common_pb2.StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[_common_pb2.StepTotals, _Mapping]] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class StopChoiceRequest(_message.Message):
-    __slots__ = ("reservation_id", "choice")
+    __slots__ = ("reservation_id", "choice", "secret")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     reservation_id: str
     choice: int
-    def __init__(self, reservation_id: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, reservation_id: _Optional[str] = ..., choice: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class StopChoiceResponse(_message.Message):
     __slots__ = ("stopped",)

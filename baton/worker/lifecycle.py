@@ -15,6 +15,7 @@ from baton.cluster.errors import SettingsError
 from baton.cluster.registry import Announcer, Registry
 from baton.cluster.rpc import AddServicer, make_server
 from baton.cluster.settings import fail
+from baton.cluster.tls import TlsFolder
 from baton.engine.async_engine import AsyncEngine
 from baton.v1 import worker_pb2_grpc
 from baton.worker.exposition import exposed
@@ -67,6 +68,7 @@ async def serve(
     servicers: Sequence[AddServicer],
     service_names: Sequence[str],
     signals: StopSignals,
+    tls: TlsFolder | None = None,
 ) -> None:
     """Runs one worker until a stop signal has been obeyed."""
     settings = status.settings
@@ -76,6 +78,7 @@ async def serve(
         f"{settings.host}:{settings.port}",
         [*service_names, "baton.v1.Worker"],
         settings.peer_timeout_s,
+        tls,
     )
     status.address = settings.advertised(port)
     registry = Registry(settings.redis_url)

@@ -372,10 +372,12 @@ async def test_a_stopped_choice_ends_alone(pair: Pair) -> None:
         for token in event.tokens.tokens:
             counts[token.choice] += 1
         if counts[1] == 5 and stopped_at is None:
-            stopped_at = await pair.client.decode.StopChoice(
-                decode_pb2.StopChoiceRequest(reservation_id=reservation.id, choice=1)
-            )
-            assert stopped_at.stopped
+            for secret, stops in ((b"", False), (bytes(16), False), (reservation.secret, True)):
+                request = decode_pb2.StopChoiceRequest(
+                    reservation_id=reservation.id, secret=secret, choice=1
+                )
+                stopped_at = await pair.client.decode.StopChoice(request)
+                assert stopped_at.stopped == stops
     assert counts[0] == 99 and counts[1] < 99
     await pair.settle()
 

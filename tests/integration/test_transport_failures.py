@@ -120,7 +120,8 @@ import asyncio, sys, grpc
 from baton.v1 import common_pb2
 from prefill_service.torch_pair import TorchPair
 async def main(address, reservation_id, secret):
-    pair = TorchPair(grpc.aio.insecure_channel(address), address, ["gloo"], "cpu", 5.0)
+    channel = grpc.aio.insecure_channel(address)
+    pair = TorchPair(lambda: channel, address, ["gloo"], "cpu", 5.0)
     known = common_pb2.Reservation(id=reservation_id, secret=bytes.fromhex(secret))
     link = await pair.link(known)
     print(pair.group.name, flush=True)

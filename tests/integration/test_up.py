@@ -17,6 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from baton.cluster.probe import probe
+
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 QUICK = ["--dtype=bfloat16", "--num-blocks=128", "--max-model-len=512"]
 QUESTION = {
@@ -156,6 +158,22 @@ def test_too_little_memory_for_the_pool_is_a_sentence_and_no_endless_restart(
         assert cluster.process.wait(60) == 1
         assert "cannot start: " in cluster.log and "too little memory" in cluster.log
         assert "Traceback" not in cluster.log and "starting it again" not in cluster.log
+
+
+def test_with_tls_requests_are_served_and_strangers_are_not(tmp_path: Path) -> None:
+    """The folder of certificates goes with the cluster."""
+    with started(tmp_path, "--tls") as cluster:
+        cluster.wait_ready()
+        assert cluster.ask().status_code == 200
+        (folder,) = re.findall(r"certificates are in (\S+)", cluster.log)
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+        (address,) = re.findall(r"ready role=decode .*address=(\S+)", cluster.log)
+        assert "Socket closed" in (probe(f"grpc://{address}") or "")
+        cluster.wait(lambda: "handshake was refused: the peer does not speak TLS" in cluster.log)
+        assert "Log level INFO" not in cluster.log
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.process.wait(20) == 0
+        assert not Path(folder).exists()
 
 
 def test_an_outside_redis_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

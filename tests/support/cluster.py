@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import grpc
 import httpx
 import uvicorn
 from fastapi import FastAPI
@@ -167,9 +166,8 @@ class Cluster:
         """What the worker itself says when asked over gRPC."""
         records = self.gateway.directory.snapshot()
         address = next(r.address for r in records if r.worker_id == worker.settings.worker_id)
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            return await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        stub = worker_pb2_grpc.WorkerStub(self.gateway.channels.get(address))
+        return await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
 
     async def totals(self, workers: list[ClusterWorker]) -> worker_pb2.WorkerCounters:
         """The workers' counters, summed."""

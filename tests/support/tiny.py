@@ -13,6 +13,7 @@ import torch
 
 from baton.cluster.rpc import ChannelPool, make_server
 from baton.cluster.settings import DecodeSettings, PrefillSettings, WorkerSettings
+from baton.cluster.tls.folder import open_tls
 from baton.cluster.workers import Role, new_incarnation
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.block_manager import BlockManager
@@ -138,7 +139,8 @@ async def run_prefill(path: Path, **settings: Any) -> AsyncIterator[RunningWorke
     values = {"dtype": "float32", "block_size": 4, "chunk_size": 64, **settings}
     config = PrefillSettings.build(**values)
     parts = make_parts(path, config, PrefillScheduler)
-    engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool()
+    tls = open_tls(config.tls_dir)
+    engine, activity, channels = AsyncEngine(parts.engine), Activity(), ChannelPool(tls=tls)
     pairs = Pairs(config, parts.cache, channels, parts.memory)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
@@ -176,7 +178,8 @@ async def _serving(
     engine: AsyncEngine[Any], status: WorkerStatus, adders: list[Any]
 ) -> AsyncIterator[str]:
     own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status))
-    server, port = await make_server([*adders, own], "127.0.0.1:0", [])
+    tls = open_tls(status.settings.tls_dir)
+    server, port = await make_server([*adders, own], "127.0.0.1:0", [], tls=tls)
     status.address = f"127.0.0.1:{port}"
     engine.start()
     await server.start()
