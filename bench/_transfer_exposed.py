@@ -98,7 +98,7 @@ async def _one(
     seen = SimpleNamespace(queue_s=0.0, share=0.0)
     async for event in worker.prefill(PrefillJob(prompt, params, open_sender=sender)):
         if isinstance(event, Started):
-            seen.queue_s = event.queue_s
+            seen.queue_s = event.started_at - event.received_at
         elif isinstance(event, Done):
             seen.share = event.transfer_s / (seen.queue_s + event.compute_s)
     async for _ in events:

@@ -104,7 +104,9 @@ def _listen(host: str, port: int, shared: bool) -> socket.socket:
     """Bound here, before anything is loaded, so that a taken port is said at once. A shared port's
     connections are dealt out by the kernel among the processes that listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only where the protocol is named: with 0, the first token of a stream
+    # waits for the acknowledgement of the response's headers, 40 ms on Linux.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
