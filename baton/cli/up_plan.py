@@ -11,7 +11,13 @@ from typing import Any
 
 from baton.cli.child_process import ChildSpec
 from baton.cli.cores import share_cores
-from baton.cli.up_settings import ROUTER_FIELDS, SHARED_FIELDS, WORKER_FIELDS, UpSettings
+from baton.cli.up_settings import (
+    DECODE_FIELDS,
+    ROUTER_FIELDS,
+    SHARED_FIELDS,
+    WORKER_FIELDS,
+    UpSettings,
+)
 from baton.cluster.values import format_cores
 
 ROUTER_STOP_STAGE, WORKER_STOP_STAGE = 0, 1
@@ -61,13 +67,14 @@ def _worker(
     settings: UpSettings, site: Site, role: str, index: int, cores: tuple[int, ...]
 ) -> ChildSpec:
     threads = settings.threads_per_worker or len(cores)
+    own = WORKER_FIELDS + DECODE_FIELDS if role == "decode" else WORKER_FIELDS
     flags = {
         "host": "127.0.0.1",
         "port": 0,
         "worker_id": f"{role}-{index}",
         "cores": format_cores(cores),
         "threads": threads,
-        **settings.passed_on(WORKER_FIELDS + SHARED_FIELDS, site.given),
+        **settings.passed_on(own + SHARED_FIELDS, site.given),
     }
     argv = _command(f"{role}_service", role, settings, site, flags)
     return ChildSpec(f"{role}-{index}", argv, _environment(site, threads), WORKER_STOP_STAGE)

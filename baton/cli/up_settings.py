@@ -22,6 +22,7 @@ from baton.cluster.settings import (
     RedisUrl,
     Seconds,
     Size,
+    Speculate,
 )
 from baton.cluster.settings_source import Settings, choices, option
 
@@ -41,6 +42,7 @@ WORKER_FIELDS = (
     "chunk_size",
     "enable_prefix_cache",
 )
+DECODE_FIELDS = ("speculate",)
 ROUTER_FIELDS = (
     "max_running",
     "served_model_name",
@@ -91,6 +93,9 @@ class UpSettings(Settings):
     max_num_seqs: Count | None = option(None, "as for a worker", _COUNT)
     chunk_size: Count | None = option(None, "as for a worker", _COUNT)
     enable_prefix_cache: bool | None = option(None, "as for a worker", "true or false")
+    speculate: Speculate | None = option(
+        None, "as for a decode worker", "off, ngram(…) or draft(MODEL)"
+    )
     max_queue: Count | None = option(None, "as for router and workers", _COUNT)
     max_running: Count | None = option(None, "as for the router", _COUNT)
     served_model_name: Name | None = option(None, "as for the router", "a name without spaces")

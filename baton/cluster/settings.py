@@ -16,6 +16,7 @@ from pydantic_settings import NoDecode
 from baton.cluster.redis_client import connect
 from baton.cluster.settings_source import Settings, choices, fail, load_or_exit, option
 from baton.cluster.values import parse_cores, parse_size, parse_targets
+from baton.speculate import parse_speculation
 
 __all__ = [
     "DType",
@@ -55,6 +56,11 @@ def _named_targets(value: str) -> str:
     return value
 
 
+def _speculate(value: str) -> str:
+    parse_speculation(value)
+    return value
+
+
 def _cores(value: object) -> tuple[int, ...] | None:
     return parse_cores(value)  # type: ignore[arg-type]
 
@@ -68,8 +74,10 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Cores = Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_cores)]
 BlockSize = Annotated[int, Field(ge=1, le=MAX_BLOCK_SIZE), AfterValidator(_power_of_two)]
+Speculate = Annotated[str, AfterValidator(_speculate)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S+$")]
 
+_SPECULATE = "off, ngram, ngram(match=3, tokens=8) or draft(MODEL, tokens=4)"
 _COUNT = "a whole number of at least 1"
 _SECONDS = "a positive number of seconds, at most 86400"
 _MILLIS = "a positive number of milliseconds, at most 86400000"
@@ -248,6 +256,9 @@ class DecodeSettings(WorkerSettings):
     """A decode worker: receives KV caches and generates tokens."""
 
     table: ClassVar[str] = "decode"
+    speculate: Speculate = option(
+        "off", "draft tokens and check them together (speculative decoding)", _SPECULATE
+    )
     max_torch_groups: Count = option(16, "torch.distributed groups, one per prefill worker", _COUNT)
     worker_id: Name = Field(
         default_factory=lambda: f"decode-{secrets.token_hex(3)}",

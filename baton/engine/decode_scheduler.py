@@ -21,11 +21,15 @@ from baton.engine.sequence import (
     SequenceStatus,
     StepOutput,
 )
+from baton.engine.speculation.drafting import Drafting
 
 
 class DecodeScheduler(Scheduler):
-    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self, config: EngineConfig, blocks: BlockManager, drafting: Drafting | None = None
+    ) -> None:
         super().__init__(config, blocks)
+        self.drafting = drafting
         self.num_preemptions = 0
         self.tokens_recomputed = 0
 
@@ -51,6 +55,9 @@ class DecodeScheduler(Scheduler):
             # Beams that have been heard hold what another beam of theirs waits for.
             self._preempt(self.running[-1])
             self._schedule_prefills(batch, self.config.chunk_size)
+        if self.drafting is not None:
+            budget = self.config.chunk_size - batch.num_tokens
+            self.drafting.add_to(batch, self.blocks, budget)
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> None:
         for seq in list(self.running):
@@ -107,9 +114,16 @@ class DecodeScheduler(Scheduler):
         spare = len(self.running) + 1 if seq.num_preemptions and self.running else 0
         return self.blocks.can_take(num_new_blocks + spare, reused)
 
-    def _advance(self, item: ScheduledSequence) -> None:
+    def postprocess(
+        self, batch: ScheduledBatch, sampled: ListOf[ListOf[SampledToken]]
+    ) -> list[StepOutput]:
+        if self.drafting is not None:
+            self.drafting.observe(batch, sampled)
+        return super().postprocess(batch, sampled)
+
+    def _advance(self, item: ScheduledSequence, tokens: ListOf[SampledToken]) -> None:
         before = item.seq.num_recomputed_tokens
-        super()._advance(item)
+        super()._advance(item, tokens)
         self.tokens_recomputed += item.seq.num_recomputed_tokens - before
 
     def _accept(
@@ -117,15 +131,26 @@ class DecodeScheduler(Scheduler):
     ) -> list[StepOutput]:
         if seq.sampling.beam is not None:
             return [StepOutput(seq, progress=progress), *accept_beam(self, seq, tokens[0])]
+        if len(seq.choices) == 1:
+            return self._append(seq, tokens, progress)
         outputs = []
         for choice_seq, token in zip(self.fork(seq, seq.choices), tokens, strict=True):
-            index = choice_seq.num_output_tokens
-            output = self._output(choice_seq, token, choice_seq.choice, index, progress)
-            choice_seq.token_ids.append(token.token_id)
             if choice_seq is not seq:
                 insort(self.running, choice_seq, key=lambda s: s.arrival)
-            if output.finish_reason:
-                choice_seq.finish_reason = output.finish_reason
-                self.end(choice_seq)
-            outputs.append(output)
+            outputs += self._append(choice_seq, [token], progress)
+        return outputs
+
+    def _append(
+        self, seq: Sequence, tokens: ListOf[SampledToken], progress: Progress
+    ) -> list[StepOutput]:
+        """All but the last of `tokens` were drafted and are in the sequence already."""
+        first = seq.num_output_tokens - len(tokens) + 1
+        seq.token_ids.append(tokens[-1].token_id)
+        outputs = [
+            self._output(seq, token, seq.choice, index, progress)
+            for index, token in enumerate(tokens, start=first)
+        ]
+        seq.finish_reason = outputs[-1].finish_reason
+        if seq.finish_reason:
+            self.end(seq)
         return outputs

@@ -20,6 +20,8 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, SampledToken, Sequence, StepOutput
+from baton.engine.speculation.drafting import drafting_for
+from baton.speculate import parse_speculation
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Choice:
 
 class LLM:
     """`path` is a model folder in Hugging Face layout; other arguments as in EngineConfig,
-    and `kv_dtype`: "auto" (as the model), "fp8", "int8" or "int4"."""
+    and `kv_dtype`: "auto" (as the model), "fp8", "int8" or "int4"; `speculate` as in
+    `baton.speculate`."""
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class LLM:
         chunk_size: int = 512,
         enable_prefix_cache: bool = True,
         kv_dtype: str = "auto",
+        speculate: str = "off",
     ) -> None:
         model, model_config = load_model(Path(path), dtype)
         layout = KVLayout.of(model_config, block_size, kv_layout.kv_dtype(kv_dtype, dtype))
@@ -72,7 +76,7 @@ class LLM:
             layout.num_tail_blocks,
         )
         self.engine = Engine(
-            DecodeScheduler(self.config, blocks),
+            DecodeScheduler(self.config, blocks, drafting_for(parse_speculation(speculate))),
             blocks,
             ModelRunner(model, cache),
             Sampler(self.config.eos_token_ids),

@@ -54,8 +54,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Tensor:
-        """float32 logits (num_sampling, vocab) of the items whose tokens are now all computed,
-        in the order of the batch."""
+        """float32 logits (rows, vocab) of the items whose tokens are now all computed, in the
+        order of the batch: of the last token, and of each of its draft."""
         self.kv_cache.copy_blocks(batch.block_copies)
         items = batch.items
         sampling = _sampling_rows(items)
@@ -67,7 +67,7 @@ class ModelRunner:
         for item in items:
             start = item.seq.num_computed_tokens
             end = start + item.num_new_tokens
-            token_ids += item.seq.token_ids[start:end]
+            token_ids += item.new_token_ids
             positions += range(start, end)
             slots += self._slots(item.seq.block_table, start, end)
         rows = None if len(sampling) == len(token_ids) else torch.tensor(sampling, dtype=torch.long)
@@ -179,12 +179,13 @@ class ModelRunner:
 
 
 def _sampling_rows(items: ListOf[ScheduledSequence]) -> list[int]:
-    """Index in the flat batch of the last token of every item that samples."""
-    rows, end = [], 0
+    """Indices in the flat batch of the last token of every item that samples, and of its draft."""
+    rows: list[int] = []
+    end = 0
     for item in items:
         end += item.num_new_tokens
-        if item.seq.num_computed_tokens + item.num_new_tokens == len(item.seq.token_ids):
-            rows.append(end - 1)
+        if item.samples:
+            rows += range(end - 1 - len(item.draft), end)
     return rows
 
 

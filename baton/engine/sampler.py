@@ -9,12 +9,14 @@ the raw distribution: temperature 1, before bias and penalties.
 import hashlib
 import struct
 from collections.abc import Sequence as ListOf
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from baton.engine.beam_search import BeamSearch
-from baton.engine.finish import stop_ids
-from baton.engine.sequence import SampledToken, ScheduledBatch, Sequence
+from baton.engine.finish import finish_reason, stop_ids
+from baton.engine.sequence import SampledToken, ScheduledBatch, ScheduledSequence, Sequence
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -22,6 +24,24 @@ def uniform(seed: int, choice: int, position: int) -> float:
     key = struct.pack("<QIQ", seed & (2**64 - 1), choice, position)
     bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return (bits >> 11) * 2.0**-53
+
+
+class _Draw(NamedTuple):
+    """One token of one choice, from one row of the logits; `ahead`: drafted tokens before it."""
+
+    row: int
+    seq: Sequence
+    choice: int
+    ahead: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.seq.num_output_tokens + len(self.ahead)
+
+    @property
+    def number(self) -> float:
+        seq = self.seq
+        return uniform(seq.sampling.seed, self.choice, len(seq.token_ids) + len(self.ahead))
 
 
 class Sampler:
@@ -32,17 +52,30 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: ScheduledBatch) -> list[list[SampledToken]]:
-        """`logits`: fp32 [rows, vocab], one row per sampling item of the batch, in order.
-        Returns, per item, one token per choice of its sequence (none when it does not sample).
+        """`logits`: fp32 [rows, vocab], one row per sampling item of the batch and one per token
+        of its draft, in order. Returns, per item, one token per choice of its sequence (none when
+        it does not sample); of one with a draft, the drafted tokens that are drawn and one more.
         """
-        drawing = [item.seq for item in batch.items if item.samples]
-        if not drawing:
-            return [[] for _ in batch.items]
-        slots = [(row, seq, choice) for row, seq in enumerate(drawing) for choice in seq.choices]
-        tokens = iter(self._draw(logits, slots))
-        return [
-            [next(tokens) for _ in item.seq.choices] if item.samples else [] for item in batch.items
-        ]
+        draws: list[_Draw] = []
+        counts, row = [], 0
+        for item in batch.items:
+            mine = _draws(item, row) if item.samples else []
+            row += 1 + len(item.draft) if item.samples else 0
+            draws += mine
+            counts.append(len(mine))
+        tokens = iter(self._draw(logits, draws) if draws else ())
+        drawn = [list(islice(tokens, count)) for count in counts]
+        pairs = zip(batch.items, drawn, strict=True)
+        return [self._verified(item, run) if item.draft else run for item, run in pairs]
+
+    def _verified(self, item: ScheduledSequence, tokens: list[SampledToken]) -> list[SampledToken]:
+        """Up to the first that was not drafted, or that ends the choice."""
+        sampling, index = item.seq.sampling, item.seq.num_output_tokens
+        for count, (token, guessed) in enumerate(zip(tokens, item.draft, strict=False), start=1):
+            ends = finish_reason(token.token_id, index + count, sampling, self._eos)
+            if token.token_id != guessed or ends:
+                return tokens[:count]
+        return tokens
 
     def _num_top(self, seq: Sequence) -> int | None:
         """Likeliest tokens to report with each; None when not even its own log probability."""
@@ -51,52 +84,59 @@ class Sampler:
             return sampling.logprobs
         return BeamSearch.num_candidates(sampling.beam.width, len(stop_ids(sampling, self._eos)))
 
-    def _draw(
-        self, logits: torch.Tensor, slots: list[tuple[int, Sequence, int]]
-    ) -> list[SampledToken]:
-        adjusted = logits if len(slots) == len(logits) else logits[[row for row, _, _ in slots]]
-        touched = [i for i, (_, seq, _) in enumerate(slots) if _is_adjusted(seq)]
+    def _draw(self, logits: torch.Tensor, draws: ListOf[_Draw]) -> list[SampledToken]:
+        adjusted = logits if len(draws) == len(logits) else logits[[draw.row for draw in draws]]
+        touched = [i for i, draw in enumerate(draws) if _is_adjusted(draw)]
         if touched and adjusted is logits:
             adjusted = logits.clone()  # log probabilities are of the raw rows
         for i in touched:
-            self._adjust(adjusted[i], slots[i][1])
+            self._adjust(adjusted[i], draws[i])
         ids = adjusted.max(dim=-1).indices  # three times as fast as argmax here
-        random = [i for i, (_, seq, _) in enumerate(slots) if not seq.sampling.greedy]
+        random = [i for i, draw in enumerate(draws) if not draw.seq.sampling.greedy]
         if random:
-            ids[random] = _draw_random(adjusted[random], [slots[i] for i in random])
-        num_top = [self._num_top(seq) for _, seq, _ in slots]
+            ids[random] = _draw_random(adjusted[random], [draws[i] for i in random])
+        num_top = [self._num_top(draw.seq) for draw in draws]
         return [
             SampledToken(token_id)
             if top is None
-            else _token_with_logprobs(logits[row], token_id, top)
-            for (row, _, _), token_id, top in zip(slots, ids.tolist(), num_top, strict=True)
+            else _token_with_logprobs(logits[draw.row], token_id, top)
+            for draw, token_id, top in zip(draws, ids.tolist(), num_top, strict=True)
         ]
 
-    def _adjust(self, row: torch.Tensor, seq: Sequence) -> None:
+    def _adjust(self, row: torch.Tensor, draw: _Draw) -> None:
         """Bias, penalties and the minimum length, in place. `row`: fp32 [vocab]."""
-        sampling = seq.sampling
+        seq, sampling = draw.seq, draw.seq.sampling
+        token_ids = seq.token_ids + draw.ahead
         if sampling.logit_bias:
             ids = torch.tensor(list(sampling.logit_bias))
             row[ids] += torch.tensor(list(sampling.logit_bias.values()))
         if sampling.repetition_penalty != 1.0:
-            _penalise_repetition(row, seq.token_ids, sampling.repetition_penalty)
+            _penalise_repetition(row, token_ids, sampling.repetition_penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            output = torch.tensor(seq.token_ids[seq.num_prompt_tokens :], dtype=torch.long)
+            output = torch.tensor(token_ids[seq.num_prompt_tokens :], dtype=torch.long)
             counts = torch.bincount(output, minlength=len(row))
             row -= sampling.frequency_penalty * counts
             row -= sampling.presence_penalty * (counts > 0)
-        if seq.num_output_tokens < sampling.min_tokens:
+        if draw.num_output_tokens < sampling.min_tokens:
             row[list(stop_ids(sampling, self._eos))] = -torch.inf
 
 
-def _is_adjusted(seq: Sequence) -> bool:
-    sampling = seq.sampling
+def _draws(item: ScheduledSequence, row: int) -> list[_Draw]:
+    """`row`: the first of the item's in the logits."""
+    if item.draft:
+        ahead = (item.draft[:count] for count in range(len(item.draft) + 1))
+        return [_Draw(row + i, item.seq, item.seq.choice, before) for i, before in enumerate(ahead)]
+    return [_Draw(row, item.seq, choice, []) for choice in item.seq.choices]
+
+
+def _is_adjusted(draw: _Draw) -> bool:
+    sampling = draw.seq.sampling
     return bool(
         sampling.logit_bias
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty
         or sampling.frequency_penalty
-        or seq.num_output_tokens < sampling.min_tokens
+        or draw.num_output_tokens < sampling.min_tokens
     )
 
 
@@ -107,19 +147,16 @@ def _penalise_repetition(row: torch.Tensor, token_ids: list[int], penalty: float
     row[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _draw_random(logits: torch.Tensor, slots: ListOf[tuple[int, Sequence, int]]) -> torch.Tensor:
+def _draw_random(logits: torch.Tensor, draws: ListOf[_Draw]) -> torch.Tensor:
     """One id per row of `logits` [rows, vocab], by inversion in order of token id."""
-    sampling = [seq.sampling for _, seq, _ in slots]
+    sampling = [draw.seq.sampling for draw in draws]
     temperature = torch.tensor([s.temperature for s in sampling])[:, None]
     # Subtracting the maximum first keeps tiny temperatures finite.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if any(s.top_k or s.top_p < 1.0 or s.min_p for s in sampling):
-        scaled = _truncate(scaled, slots)
+        scaled = _truncate(scaled, draws)
     cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
-    numbers = torch.tensor(
-        [uniform(seq.sampling.seed, choice, len(seq.token_ids)) for _, seq, choice in slots],
-        dtype=torch.float64,
-    )
+    numbers = torch.tensor([draw.number for draw in draws], dtype=torch.float64)
     targets = (numbers * cumulative[:, -1])[:, None]
     # right=True: the first id whose cumulative sum exceeds the target, never one of weight 0.
     return (
@@ -129,11 +166,11 @@ def _draw_random(logits: torch.Tensor, slots: ListOf[tuple[int, Sequence, int]])
     )
 
 
-def _truncate(scaled: torch.Tensor, slots: ListOf[tuple[int, Sequence, int]]) -> torch.Tensor:
+def _truncate(scaled: torch.Tensor, draws: ListOf[_Draw]) -> torch.Tensor:
     """top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), each on the
     distribution that the one before leaves."""
     vocab = scaled.shape[-1]
-    sampling = [seq.sampling for _, seq, _ in slots]
+    sampling = [draw.seq.sampling for draw in draws]
     values, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab)
     top_k = torch.tensor([s.top_k or vocab for s in sampling])[:, None]

@@ -91,16 +91,18 @@ class Scheduler:
     def postprocess(
         self, batch: ScheduledBatch, sampled: ListOf[ListOf[SampledToken]]
     ) -> list[StepOutput]:
-        """Books a computed batch. `sampled[i]` has one token per choice of item i, or none."""
+        """Books a computed batch. `sampled[i]` has one token per choice of item i, or none; for
+        an item with a draft, the drafted tokens that were drawn and one more."""
         self._in_step = set()
         outputs: list[StepOutput] = []
         for item, tokens in zip(batch.items, sampled, strict=True):
             if item.seq.status is SequenceStatus.ENDED:
                 self.blocks.release_sequence(item.seq)
                 continue
-            self._advance(item)
+            before = item.seq.num_computed_tokens
+            self._advance(item, tokens)
             computed = item.seq.num_computed_tokens
-            progress = Progress(batch.step, item.num_new_tokens, computed)
+            progress = Progress(batch.step, computed - before, computed, len(item.draft))
             if tokens:
                 outputs += self._accept(item.seq, tokens, progress)
             else:
@@ -198,9 +200,14 @@ class Scheduler:
         insort(self.running, seq, key=lambda s: s.arrival)
         return True
 
-    def _advance(self, item: ScheduledSequence) -> None:
+    def _advance(self, item: ScheduledSequence, tokens: ListOf[SampledToken]) -> None:
         seq, start = item.seq, item.seq.num_computed_tokens
-        seq.num_computed_tokens += item.num_new_tokens
+        seq.num_computed_tokens += item.num_own_tokens
+        if item.draft:
+            right = [token.token_id for token in tokens[:-1]]  # their KV is there: they were fed
+            seq.token_ids += right
+            seq.num_computed_tokens += len(right)
+            self.blocks.roll_back(seq)
         again = max(0, min(seq.num_computed_tokens, seq.recompute_below) - start)
         seq.num_recomputed_tokens += again
         prompt = max(0, min(seq.num_computed_tokens, seq.num_initial_tokens) - start)

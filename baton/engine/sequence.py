@@ -158,16 +158,27 @@ class Sequence:
         return child
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScheduledSequence:
-    """Feeds tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) of `seq`."""
+    """Feeds tokens [num_computed_tokens, num_computed_tokens + num_own_tokens) of `seq`, then
+    `draft`: what may follow its newest token, and is checked by this step."""
 
     seq: Sequence
-    num_new_tokens: int
+    num_own_tokens: int
+    draft: list[int] = field(default_factory=list)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.num_own_tokens + len(self.draft)
 
     @property
     def samples(self) -> bool:
-        return self.seq.num_computed_tokens + self.num_new_tokens == len(self.seq.token_ids)
+        return self.seq.num_computed_tokens + self.num_own_tokens == len(self.seq.token_ids)
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        start = self.seq.num_computed_tokens
+        return self.seq.token_ids[start : start + self.num_own_tokens] + self.draft
 
 
 @dataclass
@@ -188,6 +199,10 @@ class ScheduledBatch:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     step: Step = field(default_factory=Step)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.items)
+
 
 @dataclass(frozen=True)
 class SampledToken:
@@ -204,8 +219,10 @@ class Progress(NamedTuple):
 
     step: Step
     num_new_tokens: int
+    """Without drafted tokens that were not drawn."""
     num_computed_tokens: int
     """Tokens whose KV is complete after the step."""
+    num_drafted_tokens: int = 0
 
 
 @dataclass(frozen=True)

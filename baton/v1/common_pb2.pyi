@@ -147,18 +147,20 @@ class Reservation(_message.Message):
     def __init__(self, id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., held_blocks: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., offer: _Optional[_Union[TransferOffer, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("start", "end", "batch_size", "num_tokens", "context")
+    __slots__ = ("start", "end", "batch_size", "num_tokens", "context", "num_drafted_tokens")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     start: float
     end: float
     batch_size: int
     num_tokens: int
     context: int
-    def __init__(self, start: _Optional[float] = ..., end: _Optional[float] = ..., batch_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., context: _Optional[int] = ...) -> None: ...
+    num_drafted_tokens: int
+    def __init__(self, start: _Optional[float] = ..., end: _Optional[float] = ..., batch_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., context: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("start", "end")

@@ -88,7 +88,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., handoffs_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., promised_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("handoffs", "handoffs_failed", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "tokens_recomputed", "blocks_transferred", "bytes_transferred")
+    __slots__ = ("handoffs", "handoffs_failed", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "tokens_recomputed", "blocks_transferred", "bytes_transferred", "tokens_drafted", "tokens_accepted")
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FAILED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class WorkerCounters(_message.Message):
     TOKENS_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
     BYTES_TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     handoffs: int
     handoffs_failed: int
     prefill_tokens_computed: int
@@ -107,7 +109,9 @@ class WorkerCounters(_message.Message):
     tokens_recomputed: int
     blocks_transferred: int
     bytes_transferred: int
-    def __init__(self, handoffs: _Optional[int] = ..., handoffs_failed: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., blocks_transferred: _Optional[int] = ..., bytes_transferred: _Optional[int] = ...) -> None: ...
+    tokens_drafted: int
+    tokens_accepted: int
+    def __init__(self, handoffs: _Optional[int] = ..., handoffs_failed: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., blocks_transferred: _Optional[int] = ..., bytes_transferred: _Optional[int] = ..., tokens_drafted: _Optional[int] = ..., tokens_accepted: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s", "undo")

@@ -13,9 +13,10 @@ import psutil
 import torch
 
 from baton.cluster.errors import SettingsError
-from baton.cluster.settings import PrefillSettings, WorkerSettings
+from baton.cluster.settings import DecodeSettings, PrefillSettings, WorkerSettings
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
+from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout, kv_dtype
@@ -24,8 +25,10 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
+from baton.engine.speculation.drafting import drafting_for
 from baton.engine.transfer import shm
 from baton.engine.transfer.shm import SharedMemory
+from baton.speculate import parse_speculation
 from baton.store import StoredModel, StoreError, resolve
 from baton.worker.profile import Profile, profile
 
@@ -69,7 +72,10 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
         layout.num_tail_blocks,
     )
     runner = ModelRunner(model, cache)
-    engine = Engine(scheduler_type(config, blocks), blocks, runner, Sampler(config.eos_token_ids))
+    scheduler = scheduler_type(config, blocks)
+    if isinstance(settings, DecodeSettings) and isinstance(scheduler, DecodeScheduler):
+        scheduler.drafting = drafting_for(parse_speculation(settings.speculate))
+    engine = Engine(scheduler, blocks, runner, Sampler(config.eos_token_ids))
     speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
     return Parts(engine, cache, config, model_config.vocab_size, stored, speed, memory)
 

@@ -23,6 +23,8 @@ _COUNTERS = {
     "tokens_generated": "Tokens generated.",
     "preemptions": "Sequences preempted for lack of blocks.",
     "tokens_recomputed": "Tokens computed again after a preemption.",
+    "tokens_drafted": "Tokens drafted and checked by speculative decoding.",
+    "tokens_accepted": "Drafted tokens that were right.",
     "blocks_transferred": "KV blocks sent or received.",
     "bytes_transferred": "KV payload bytes sent or received.",
 }

@@ -75,6 +75,9 @@ class WorkerStatus:
         if isinstance(scheduler, DecodeScheduler):
             counters.preemptions = scheduler.num_preemptions
             counters.tokens_recomputed = scheduler.tokens_recomputed
+            if scheduler.drafting is not None:
+                counters.tokens_drafted = scheduler.drafting.tokens_drafted
+                counters.tokens_accepted = scheduler.drafting.tokens_accepted
         return counters
 
 

@@ -126,6 +126,7 @@ def step_to_pb(progress: Progress) -> pb.Step:
         batch_size=step.batch_size,
         num_tokens=progress.num_new_tokens,
         context=progress.num_computed_tokens,
+        num_drafted_tokens=progress.num_drafted_tokens,
     )
 
 

@@ -18,7 +18,14 @@ from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import NO_BLOCK, ScheduledBatch, Sequence, StepOutput
+from baton.engine.sequence import (
+    NO_BLOCK,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    StepOutput,
+)
+from baton.engine.speculation.drafting import Drafting
 
 VOCAB = 97
 
@@ -43,21 +50,30 @@ class ToyRunner:
         assert sizes == sorted(sizes, key=lambda n: n > 1), "decodes come first"
         self.batches.append([(item.seq.seq_id, item.num_new_tokens) for item in batch.items])
         for item in batch.items:
-            self._write(item.seq, item.num_new_tokens)
-        rows = [toy_logits(self._read(i.seq, i.num_new_tokens)) for i in batch.items if i.samples]
+            self._write(item)
+        rows = [toy_logits(context) for item in batch.items for context in self._contexts(item)]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
-    def _write(self, seq: Sequence, num_new: int) -> None:
-        self.tokens_computed += num_new
-        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_new):
+    def _write(self, item: ScheduledSequence) -> None:
+        seq = item.seq
+        self.tokens_computed += item.num_new_tokens
+        for position, token in enumerate(item.new_token_ids, start=seq.num_computed_tokens):
             block = seq.block_table[position // self.block_size]
             newest = seq.tail_blocks[-1] if self.num_tail_blocks else block
-            self.kv[newest][position % self.block_size] = seq.token_ids[position]
+            self.kv[newest][position % self.block_size] = token
             if (position + 1) % self.block_size == 0:
                 self.kv[block] = list(self.kv[newest])
 
-    def _read(self, seq: Sequence, num_new: int) -> list[int]:
-        end = seq.num_computed_tokens + num_new
+    def _contexts(self, item: ScheduledSequence) -> list[list[int]]:
+        """What each token to be drawn depends on."""
+        if not item.samples:
+            return []
+        end = item.seq.num_computed_tokens + item.num_new_tokens
+        drafted = range(len(item.draft), -1, -1)
+        return [self._read(item, end - back) for back in drafted]
+
+    def _read(self, item: ScheduledSequence, end: int) -> list[int]:
+        seq = item.seq
         window = end if self.window is None else self.window
         first = max(0, seq.num_computed_tokens + 1 - window)
         tables = [seq.block_table[p // self.block_size] for p in range(first, end)]
@@ -68,7 +84,8 @@ class ToyRunner:
         assert NO_BLOCK not in tables, f"sequence {seq.seq_id} gave back what it still sees"
         slots = zip(tables, range(first, end), strict=True)
         tokens = [self.kv[block][p % self.block_size] for block, p in slots]
-        assert tokens == seq.token_ids[first:end], f"sequence {seq.seq_id} read foreign KV"
+        known = (seq.token_ids + item.draft)[first:end]
+        assert tokens == known, f"sequence {seq.seq_id} read foreign KV"
         return tokens[-window:]
 
 
@@ -85,6 +102,7 @@ def toy_engine(
     block_size: int = 4,
     window: int | None = None,
     num_tail_blocks: int = 0,
+    drafting: Drafting | None = None,
     **config: object,
 ) -> tuple[Engine[Scheduler], ToyRunner]:
     settings = {"chunk_size": 16, "max_num_seqs": 8, **config}
@@ -95,6 +113,8 @@ def toy_engine(
     scheduler_type = {"decode": DecodeScheduler, "prefill": PrefillScheduler}[role]
     runner = ToyRunner(num_blocks, block_size, window, num_tail_blocks)
     scheduler = scheduler_type(engine_config, blocks)
+    if isinstance(scheduler, DecodeScheduler):
+        scheduler.drafting = drafting
     return Engine(scheduler, blocks, runner, Sampler(engine_config.eos_token_ids)), runner
 
 

@@ -13,9 +13,16 @@ from baton.cluster.ledger.log import LedgerLog
 SKEW = 5000.0
 
 
-def step(start: float, end: float, tokens: int, context: int, batch: int = 1) -> SimpleNamespace:
+def step(
+    start: float, end: float, tokens: int, context: int, batch: int = 1, drafted: int = 0
+) -> SimpleNamespace:
     return SimpleNamespace(
-        start=start + SKEW, end=end + SKEW, batch_size=batch, num_tokens=tokens, context=context
+        start=start + SKEW,
+        end=end + SKEW,
+        batch_size=batch,
+        num_tokens=tokens,
+        context=context,
+        num_drafted_tokens=drafted,
     )
 
 

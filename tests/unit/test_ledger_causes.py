@@ -11,6 +11,11 @@ from baton.cluster.ledger.miss import Miss
 QUICK = 0.01
 
 
+def step(start: float, end: float, batch: int, tokens: int, context: int) -> SimpleNamespace:
+    sizes = {"batch_size": batch, "num_tokens": tokens, "context": context}
+    return SimpleNamespace(start=start, end=end, num_drafted_tokens=0, **sizes)
+
+
 def request(
     *,
     admission: float = QUICK,
@@ -38,7 +43,7 @@ def request(
     call.span("prefill_queue", at, at + queue)
     at += queue
     call.step(
-        SimpleNamespace(start=at, end=at + prefill, batch_size=1, num_tokens=100, context=100),
+        step(at, at + prefill, 1, 100, 100),
         at + prefill,
     )
     at += prefill
@@ -51,17 +56,11 @@ def request(
     for number, (seconds, batch) in enumerate(steps or [(0.02, 1)] * 4):
         if preempted and number == 2:
             at += preempted
-            again = SimpleNamespace(
-                start=at, end=at + 0.05, batch_size=1, num_tokens=context, context=context
-            )
-            decode.step(again, at + 0.05)
+            decode.step(step(at, at + 0.05, 1, context, context), at + 0.05)
             at += 0.05
             trail.delivered(1, at, at, at, at)
             context += 1
-        step = SimpleNamespace(
-            start=at, end=at + seconds, batch_size=batch, num_tokens=1, context=context
-        )
-        decode.step(step, at + seconds)
+        decode.step(step(at, at + seconds, batch, 1, context), at + seconds)
         at += seconds
         trail.delivered(1, at, at, at, at + client)
         at += client

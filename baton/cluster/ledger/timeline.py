@@ -95,19 +95,22 @@ def _call(call: CallTrail) -> Iterator[Span]:
 def _steps(call: CallTrail) -> Iterator[Noted]:
     """Steps by what they did, and the waits between them, on the worker's clock."""
     decodes, previous_end, previous_context = 0, None, 0.0
-    for start, end, batch_size, num_tokens, context in call.steps_by_row():
-        again = context - num_tokens < previous_context
+    for start, end, batch_size, num_tokens, context, drafted in call.steps_by_row():
+        # With drafts, the choices of a request do not grow alike: a shorter one is no recompute.
+        again = num_tokens > 1 and not drafted and context - num_tokens < previous_context
         detail = {"batch_size": int(batch_size), "context": int(context)}
         if again:
             name = "recompute"
-        elif num_tokens > 1 or call.role == "prefill":
+        elif (num_tokens > 1 and not drafted) or call.role == "prefill":
             name = "prefill"
         else:
             name = "decode_step" if decodes else "first_decode_step"
             decodes += 1
         if previous_end is not None and start > previous_end:
             yield Noted(_WAITS.get(name, "decode_wait"), previous_end, start, {})
-        if name != "decode_step":
+        if name != "decode_step" or drafted:
             detail["tokens"] = int(num_tokens)
+        if drafted:
+            detail["drafted"] = int(drafted)
         yield Noted(name, start, end, detail)
         previous_end, previous_context = end, context

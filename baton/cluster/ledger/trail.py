@@ -2,7 +2,7 @@
 
 A `Trail` belongs to one prompt. The router's own spans and token deliveries are on its clock;
 each call to a worker has a `CallTrail`, whose times are on the worker's clock until `timeline`
-aligns them. Numbers per token go into flat arrays: 72 bytes a token, no objects.
+aligns them. Numbers per token go into flat arrays: 80 bytes a token, no objects.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from baton.cluster.ledger.clock import ClockOffset
 
-STEP_FIELDS = 5
+STEP_FIELDS = 6
 DELIVERY_FIELDS = 4
 
 
@@ -30,6 +30,8 @@ class StepLike(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def context(self) -> int: ...
+    @property
+    def num_drafted_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -68,12 +70,13 @@ class CallTrail:
 
     def step(self, step: StepLike, heard_at: float) -> None:
         end = step.end
-        self.steps.extend((step.start, end, step.batch_size, step.num_tokens, step.context))
+        sizes = (step.batch_size, step.num_tokens, step.context, step.num_drafted_tokens)
+        self.steps.extend((step.start, end, *sizes))
         if end - heard_at > self.clock.low:
             self.clock.low = end - heard_at
 
     def steps_by_row(self) -> Iterable[tuple[float, ...]]:
-        """(start, end, batch_size, num_tokens, context) per step."""
+        """(start, end, batch_size, num_tokens, context, num_drafted_tokens) per step."""
         return zip(*[iter(self.steps)] * STEP_FIELDS, strict=True)
 
 

@@ -23,9 +23,9 @@ class Baselines:
         for call in ledger.calls:
             if call.role != "decode" or len(self._seen) >= MAX_WORKERS:
                 continue
-            for start, end, batch_size, num_tokens, _ in call.steps_by_row():
+            for start, end, batch_size, num_tokens, _, drafted in call.steps_by_row():
                 smallest, total, count = self._seen.get(call.where, (batch_size, 0.0, 0))
-                if num_tokens != 1 or batch_size > smallest:
+                if num_tokens != 1 or drafted or batch_size > smallest:
                     continue
                 if batch_size < smallest:
                     total, count = 0.0, 0

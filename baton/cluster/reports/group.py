@@ -104,8 +104,8 @@ class Group:
         for call in ledger.calls:
             if call.role != "decode":
                 continue
-            for start, end, batch_size, num_tokens, _ in call.steps_by_row():
-                if num_tokens == 1:
+            for start, end, batch_size, num_tokens, _, drafted in call.steps_by_row():
+                if num_tokens == 1 and not drafted:
                     # Batches by powers of two: 1, 2, 3-4, 5-8, …
                     by_batch[1 << (int(batch_size) - 1).bit_length()].append(end - start)
         for batch_size, seconds in by_batch.items():
