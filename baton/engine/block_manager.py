@@ -207,8 +207,8 @@ class BlockManager:
         return length
 
     def roll_back(self, seq: TokenSequence) -> None:
-        """Gives back the blocks of drafted tokens that were not drawn. Nobody else has them: only
-        blocks of computed tokens are published or shared."""
+        """Gives back the blocks that were taken for drafted tokens and hold none that was drawn.
+        Nobody else has them: only blocks of computed tokens are published or shared."""
         kept = self.blocks_for(seq.num_computed_tokens)
         self.release(seq.block_table[kept:])
         del seq.block_table[kept:]

@@ -25,11 +25,10 @@ from baton.engine.speculation.drafting import Drafting
 
 
 class DecodeScheduler(Scheduler):
-    def __init__(
-        self, config: EngineConfig, blocks: BlockManager, drafting: Drafting | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         super().__init__(config, blocks)
-        self.drafting = drafting
+        self.drafting: Drafting | None = None
+        """Where set, sequences that decode get drafts."""
         self.num_preemptions = 0
         self.tokens_recomputed = 0
 

@@ -20,7 +20,7 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, SampledToken, Sequence, StepOutput
-from baton.engine.speculation.drafting import drafting_for
+from baton.engine.speculation.build import add_drafts
 from baton.speculate import parse_speculation
 
 
@@ -75,12 +75,11 @@ class LLM:
             model_config.widest_window,
             layout.num_tail_blocks,
         )
-        self.engine = Engine(
-            DecodeScheduler(self.config, blocks, drafting_for(parse_speculation(speculate))),
-            blocks,
-            ModelRunner(model, cache),
-            Sampler(self.config.eos_token_ids),
-        )
+        scheduler = DecodeScheduler(self.config, blocks)
+        runner, sampler = ModelRunner(model, cache), Sampler(self.config.eos_token_ids)
+        speculation = parse_speculation(speculate)
+        stepping = add_drafts(speculation, scheduler, runner, sampler, Path(path))
+        self.engine = Engine(scheduler, blocks, stepping, sampler)
 
     def generate(
         self,

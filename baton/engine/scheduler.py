@@ -207,6 +207,7 @@ class Scheduler:
             right = [token.token_id for token in tokens[:-1]]  # their KV is there: they were fed
             seq.token_ids += right
             seq.num_computed_tokens += len(right)
+        if tokens:
             self.blocks.roll_back(seq)
         again = max(0, min(seq.num_computed_tokens, seq.recompute_below) - start)
         seq.num_recomputed_tokens += again

@@ -6,7 +6,7 @@ announces itself, and raised as SettingsError with what to do about it.
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import psutil
@@ -17,7 +17,7 @@ from baton.cluster.settings import DecodeSettings, PrefillSettings, WorkerSettin
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.decode_scheduler import DecodeScheduler
-from baton.engine.engine import Engine
+from baton.engine.engine import Engine, Runner
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
@@ -25,7 +25,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
-from baton.engine.speculation.drafting import drafting_for
+from baton.engine.speculation.build import add_drafts
 from baton.engine.transfer import shm
 from baton.engine.transfer.shm import SharedMemory
 from baton.speculate import parse_speculation
@@ -72,12 +72,30 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
         layout.num_tail_blocks,
     )
     runner = ModelRunner(model, cache)
-    scheduler = scheduler_type(config, blocks)
+    scheduler, sampler = scheduler_type(config, blocks), Sampler(config.eos_token_ids)
+    stepping: Runner = runner
     if isinstance(settings, DecodeSettings) and isinstance(scheduler, DecodeScheduler):
-        scheduler.drafting = drafting_for(parse_speculation(settings.speculate))
-    engine = Engine(scheduler, blocks, runner, Sampler(config.eos_token_ids))
+        stepping = _with_drafts(settings, scheduler, runner, sampler, stored)
+    engine = Engine(scheduler, blocks, stepping, sampler)
     speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
     return Parts(engine, cache, config, model_config.vocab_size, stored, speed, memory)
+
+
+def _with_drafts(
+    settings: DecodeSettings,
+    scheduler: DecodeScheduler,
+    runner: ModelRunner,
+    sampler: Sampler,
+    served: StoredModel,
+) -> Runner:
+    speculation = parse_speculation(settings.speculate)
+    try:
+        if speculation is not None and speculation.kind == "draft":
+            model = resolve(speculation.model, progress=False)
+            speculation = replace(speculation, model=str(model.path))
+        return add_drafts(speculation, scheduler, runner, sampler, served.path)
+    except (StoreError, ValueError) as error:
+        raise SettingsError(str(error)) from error
 
 
 def shared_memory(settings: WorkerSettings, num_bytes: int) -> SharedMemory | None:

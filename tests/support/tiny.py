@@ -26,8 +26,6 @@ from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampler import Sampler
-from baton.engine.speculation.drafting import drafting_for
-from baton.speculate import parse_speculation
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
@@ -97,11 +95,8 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         window=model_config.widest_window,
         num_tail_blocks=layout.num_tail_blocks,
     )
-    scheduler = scheduler_type(config, blocks)
-    if isinstance(settings, DecodeSettings):
-        scheduler.drafting = drafting_for(parse_speculation(settings.speculate))
     engine = Engine(
-        scheduler,
+        scheduler_type(config, blocks),
         blocks,
         ModelRunner(model, cache),
         Sampler(config.eos_token_ids),
