@@ -18,14 +18,11 @@ from baton.cluster.settings import RouterSettings, fail, load_or_exit
 from baton.store import resolve
 from router.app import create_app
 from router.gateway import Gateway
+from router.serving import server_config
 from router.shared import Shared
 from router.text import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
-# Longer than clients keep an idle connection (httpx, so the openai client: 5 s): one that is closed
-# at the moment of its reuse is an error that the client did not earn.
-KEEP_ALIVE_S = 75
-SHUTDOWN_S = 10
 
 
 def main(settings: RouterSettings) -> int:
@@ -63,7 +60,8 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
     def on_loaded(failure: Exception | None) -> None:
         if failure is None:
             host, port = listener.getsockname()[:2]
-            _log.info("ready role=router id=router address=http://%s:%d", host, port)
+            scheme = "https" if settings.ssl_certfile else "http"
+            _log.info("ready role=router id=router address=%s://%s:%d", scheme, host, port)
         else:
             failures.append(failure)
             server.should_exit = True
@@ -80,19 +78,11 @@ async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
     shared = Shared(settings.redis_url)
     try:
         gateway = Gateway(settings, Directory(registry), load_model, shared)
+        server = _Server(server_config(create_app(gateway, on_loaded), settings))
     except SettingsError as error:
         return fail(error)
-    server = _Server(
-        uvicorn.Config(
-            create_app(gateway, on_loaded),
-            log_config=None,
-            log_level=logging.WARNING,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-    )
+    if not gateway.keys.required and not _is_loopback(settings.host):
+        _log.warning("without API keys, whoever reaches %s may use this gateway", settings.host)
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -118,6 +108,10 @@ def _listen(host: str, port: int, shared: bool) -> socket.socket:
             f"Cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host."
         ) from error
     return listener
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host in ("::1", "[::1]")
 
 
 def _load_model(name: str) -> TextModel:

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from router.access import Gate
+from router.access.caller import admin_only
 from router.dashboard import dashboard_api
 from router.exchange import request_id_of
 from router.gateway import Gateway, OnLoaded
@@ -48,6 +51,16 @@ def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
     app.include_router(requests_api(gateway))
     app.include_router(reports_api(gateway))
     app.include_router(dashboard_api())
+    app.add_middleware(Gate, ring=gateway.keys)
+    origins = [origin for origin in gateway.settings.cors_origins.split(",") if origin]
+    if origins:  # in front of the gate: a browser asks without a key whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app
 
 
@@ -99,12 +112,12 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
         }
         return json_response(content, 503, {"retry-after": "1"})
 
-    @app.get("/workers")
+    @app.get("/workers", dependencies=[Depends(admin_only)])
     async def workers() -> Response:
         """The live workers as this router sees them; `baton status` reads it."""
         return json_response({"workers": gateway.directory.snapshot()})
 
-    @app.get("/metrics")
+    @app.get("/metrics", dependencies=[Depends(admin_only)])
     async def metrics() -> Response:
         content, content_type = gateway.metrics.render()
         return Response(content, media_type=content_type)

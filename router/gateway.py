@@ -15,6 +15,7 @@ from baton.cluster.rpc import ChannelPool
 from baton.cluster.settings import RouterSettings
 from baton.cluster.tls.folder import open_tls
 from baton.cluster.workers import Role, WorkerRecord
+from router.access import KeyRing
 from router.admission import Admission
 from router.conductor import Conductor
 from router.dialer import Dialer
@@ -70,6 +71,7 @@ class Gateway:
             loads=self.shared.ledger,
         )
         self.planner.on_room = self.admission.workers_changed
+        self.keys = KeyRing(settings.api_keys, settings.api_keys_file)
         self.metrics = RouterMetrics(self.admission, self.planner)
         self.ledgers = Ledgers(settings, self.metrics)
         self.default_targets = DefaultTargets(settings)

@@ -3,10 +3,11 @@
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 
 from baton.cluster.reports import Filters, build_report
 from baton.cluster.reports.window import SPAN_S
+from router.access.caller import Caller, request_caller
 from router.gateway import Gateway
 from router.responses import json_response
 
@@ -18,15 +19,19 @@ def reports_api(gateway: Gateway) -> APIRouter:
 
     @api.get("")
     async def report(
+        caller: Annotated[Caller, Depends(request_caller)],
         window: Annotated[float, Query(gt=0, le=SPAN_S)] = SPAN_S,
         model: Name = "",
         tenant: Name = "",
         worker: Name = "",
         raw: bool = False,
     ) -> Response:
-        """`window` in seconds, back from now. `raw`: what `baton report` merges over routers."""
+        """`window` in seconds, back from now. `raw`: what `baton report` merges over routers. Who
+        is no admin gets the figures of its own tenant."""
         now = time.time()
         slots = gateway.ledgers.window.since(now - window)
+        if not caller.admin:
+            tenant, raw = caller.tenant(tenant), False
         if raw:
             return json_response({"now": now, "slots": [slot.as_json() for slot in slots]})
         return json_response(build_report(slots, Filters(model, tenant, worker), now))

@@ -3,29 +3,34 @@
 from itertools import islice
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 
+from router.access.caller import Caller, request_caller
 from router.gateway import Gateway
 from router.openai.errors import ApiError
 from router.responses import json_response
 
 MAX_LISTED = 1000
+Asking = Annotated[Caller, Depends(request_caller)]
 
 
 def requests_api(gateway: Gateway) -> APIRouter:
     api = APIRouter(prefix="/v1/requests")
 
     @api.get("")
-    async def recent(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50) -> Response:
-        """Newest first, without their phases."""
-        ledgers = islice(gateway.ledgers.recent, limit)
+    async def recent(
+        caller: Asking, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50
+    ) -> Response:
+        """Newest first, without their phases; of one's own tenant, or for an admin of all."""
+        seen = (ledger for ledger in gateway.ledgers.recent if caller.sees(ledger.tenant))
+        ledgers = islice(seen, limit)
         return json_response({"object": "list", "data": [ledger.summary() for ledger in ledgers]})
 
     @api.get("/{name}")
-    async def one(name: str) -> Response:
+    async def one(caller: Asking, name: str) -> Response:
         """By the request's id (`x-request-id`) or the id of its answer."""
         found = gateway.ledgers.find(name)
-        if found is None:
+        if found is None or not caller.sees(found["tenant"]):
             raise ApiError(
                 f"No recent request has the id {name[:200]!r}.", 404, param="id", code="not_found"
             )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton.cli.local import LOCAL
+from baton.cli.local import LOCAL, key_headers
 
 BenchEndpoint = Literal["completions", "chat"]
 
@@ -69,6 +69,6 @@ def bench(
         ignore_eos=ignore_eos,
         timeout_s=timeout,
         targets=targets_of(ttft_ms, tpot_ms, e2e_ms),
-        headers=headers_of(header or []),
+        headers={**key_headers(), **headers_of(header or [])},
     )
     bench(what, sweep, json_path, samples)

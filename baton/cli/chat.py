@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from baton.cli.local import key_headers
 from baton.cluster.errors import BatonError
 
 # No answer for two minutes ends the wait; a long answer may take as long as it needs.
@@ -51,7 +52,9 @@ class Conversation:
 def chat(conversation: Conversation, message: str | None) -> None:
     base_url = conversation.url.rstrip("/")
     try:
-        with httpx.Client(base_url=base_url, timeout=TIMEOUT, trust_env=False) as client:
+        with httpx.Client(
+            base_url=base_url, headers=key_headers(), timeout=TIMEOUT, trust_env=False
+        ) as client:
             if message is not None:
                 _print_answer(conversation.ask(client, message))
             else:

@@ -11,6 +11,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from baton.cli.local import key_headers
 from baton.cluster.errors import BatonError
 
 TIMEOUT_S = 120.0
@@ -71,7 +72,7 @@ def _ask(question: Question) -> dict[str, Any]:
         answer = httpx.post(
             f"{question.url.rstrip('/')}/v1/completions",
             json=body,
-            headers={"x-baton-explain": "1"},
+            headers={"x-baton-explain": "1", **key_headers()},
             timeout=TIMEOUT_S,
             trust_env=False,
         )

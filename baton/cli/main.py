@@ -212,10 +212,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _mount_model_commands() -> None:
-    from baton.cli import certs, model
+    from baton.cli import certs, keys, model
 
     app.add_typer(model.app, name="model")
     app.add_typer(certs.app, name="certs")
+    app.add_typer(keys.app, name="keys")
 
 
 def _guarded(command: Callable[[], None]) -> int:

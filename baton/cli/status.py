@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from baton.cli.local import key_headers
 from baton.cluster.errors import BatonError
 from baton.cluster.registry import Registry
 from baton.cluster.workers import WorkerLink, WorkerRecord
@@ -99,7 +100,12 @@ async def _from_redis(url: str) -> list[WorkerRecord]:
 
 def _from_router(url: str) -> list[WorkerRecord]:
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/workers", timeout=TIMEOUT_S, trust_env=False)
+        answer = httpx.get(
+            f"{url.rstrip('/')}/workers",
+            headers=key_headers(),
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        )
         answer.raise_for_status()
         return [WorkerRecord.from_json(json.dumps(worker)) for worker in answer.json()["workers"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:

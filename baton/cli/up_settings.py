@@ -4,6 +4,7 @@ Settings of the children given as flags here are passed on as flags; what stands
 variables or in the TOML file reaches the children by itself, role tables included.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -50,6 +51,9 @@ ROUTER_FIELDS = (
     "decode_prefills",
     "ttft_ms",
     "tpot_ms",
+    "api_keys_file",
+    "ssl_certfile",
+    "ssl_keyfile",
 )
 SHARED_FIELDS = ("max_queue", "log_level", "log_json")
 
@@ -105,6 +109,9 @@ class UpSettings(Settings):
     )
     ttft_ms: Millis | None = option(None, "as for the router", "a positive number of milliseconds")
     tpot_ms: Millis | None = option(None, "as for the router", "a positive number of milliseconds")
+    api_keys_file: Path | None = option(None, "as for the router", "a path")
+    ssl_certfile: Path | None = option(None, "as for the router", "a path")
+    ssl_keyfile: Path | None = option(None, "as for the router", "a path")
     log_level: LogLevel | None = option(
         None, "as for every process", "debug, info, warning or error"
     )

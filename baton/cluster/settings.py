@@ -5,6 +5,7 @@ Fields are flags (`--max-queue 64`), environment variables (`BATON_MAX_QUEUE=64`
 that names the field. Knows nothing of what the numbers are for.
 """
 
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -65,6 +66,14 @@ def _cores(value: object) -> tuple[int, ...] | None:
     return parse_cores(value)  # type: ignore[arg-type]
 
 
+def _origins(value: str) -> str:
+    for origin in filter(None, value.split(",")):
+        if not re.fullmatch(r"https?://[^/\s*,]+", origin):
+            raise ValueError("not an origin")
+    return value
+
+
+Origins = Annotated[str, AfterValidator(_origins)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Millis = Annotated[float, Field(gt=0, le=86_400_000)]
@@ -86,6 +95,8 @@ _PORT = "a port from 0 (any free one) to 65535"
 _REDIS = "a URL such as redis://127.0.0.1:6379/0"
 _NAME = "a name without spaces"
 _SWITCH = "true or false"
+_PATH = "a path"
+_ORIGINS = "a list such as https://app.example.com,http://localhost:3000"
 _SIZE = "a size such as 512MiB or 2GiB"
 
 
@@ -165,6 +176,23 @@ class RouterSettings(CommonSettings):
     )
     model_targets: NamedTargets = option("", "targets by served model name", _TARGETS)
     tenant_targets: NamedTargets = option("", "targets by tenant", _TARGETS)
+    api_keys_file: Path | None = option(
+        None, "file of API keys, read again when it changes; without keys all are let in", _PATH
+    )
+    api_keys: str = option("", "API keys, as lines of such a file", "lines of `baton keys new`")
+    cors_origins: Origins = option(
+        "", "origins whose pages may call the API from a browser", _ORIGINS
+    )
+    ssl_certfile: Path | None = option(
+        None, "certificate of the HTTP port, which is HTTPS then; with its chain, PEM", _PATH
+    )
+    ssl_keyfile: Path | None = option(None, "key of that certificate, if it is elsewhere", _PATH)
+
+    @model_validator(mode="after")
+    def _a_key_has_a_certificate(self) -> Self:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile.")
+        return self
 
 
 class WorkerSettings(CommonSettings):

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 import orjson
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from baton.cluster.errors import BatonError
 from baton.cluster.ledger import Ledger
 from baton.cluster.logging import current_request
+from router.access import Caller, caller_of
 from router.conductor import Conductor
 from router.exchange import ClientGone, Exchange
 from router.gateway import Gateway
@@ -79,14 +81,14 @@ class Endpoint:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange, caller = Exchange(scope, receive, send), caller_of(scope)
         ledger = Ledger(exchange.request_id, self._kind.name, time.monotonic(), time.time())
         ledger.traceparent = exchange.header("traceparent")
         current_request.set(exchange.request_id)
         status = CLIENT_GONE
         try:
             try:
-                await self._answer(exchange, ledger)
+                await self._answer(exchange, caller, ledger)
             except ApiError as error:
                 await self._refuse(exchange, error)
             except BatonError as error:
@@ -106,28 +108,30 @@ class Endpoint:
             ledger.end(status, time.monotonic())
             self._gateway.ledgers.add(ledger)
 
-    async def _answer(self, exchange: Exchange, ledger: Ledger) -> None:
+    async def _answer(self, exchange: Exchange, caller: Caller, ledger: Ledger) -> None:
         arrived = asyncio.get_running_loop().time()
         body = await exchange.read_body()
         deadline = arrived + time_allowed(exchange.header(HEADER), self._gateway.settings)
         started = time.monotonic()
         ledger.own.span("receive", ledger.started, started)
+        caller.count_request(started)
         async with exchange.while_client_waits():
             async with asyncio.timeout_at(deadline):
                 with timed(ledger.own, "tokenise"):
-                    call = await self._prepare(_decode_json(body), deadline, exchange, ledger)
-                if call.prepared.stream:
-                    outputs, served = await self._stream(exchange, call)
-                else:
-                    outputs, served = await self._gather(exchange, call)
+                    payload = _decode_json(body)
+                    call = await self._prepare(payload, deadline, exchange, caller, ledger)
+                caller.count_prompt(sum(map(len, call.prepared.prompts)), time.monotonic())
+                answer = self._stream if call.prepared.stream else self._gather
+                outputs, served = await answer(exchange, call, caller)
         self._measure(started, call, outputs, served)
 
     async def _prepare(
-        self, payload: Any, deadline: float, exchange: Exchange, ledger: Ledger
+        self, payload: Any, deadline: float, exchange: Exchange, caller: Caller, ledger: Ledger
     ) -> Call:
         gateway, kind = self._gateway, self._kind
         body = parse(kind.body, payload)
         asked = wishes(exchange.header, body.slo)
+        tenant = caller.tenant(asked.tenant)
         model, conductor = gateway.ready_model()
         if body.model not in (None, gateway.served_name, gateway.settings.model):
             raise errors.model_not_found(body.model)
@@ -140,7 +144,13 @@ class Endpoint:
         ledger.stream, ledger.n = prepared.stream, prepared.sampling[0].n
         ledger.num_prompt_tokens = sum(map(len, prepared.prompts))
         timing = prepared.timing or _switch(exchange, TIMING_HEADER)
-        jobs = self._jobs(prepared, head.id, deadline, asked, ledger)
+        jobs = self._jobs(
+            replace(prepared, cache_salt=caller.cache_salt(tenant, prepared.cache_salt)),
+            head.id,
+            deadline,
+            replace(asked, tenant=tenant),
+            ledger,
+        )
         return Call(prepared, conductor, model, format, jobs, ledger, timing)
 
     def _jobs(
@@ -172,11 +182,12 @@ class Endpoint:
         ]
 
     async def _gather(
-        self, exchange: Exchange, call: Call
+        self, exchange: Exchange, call: Call, caller: Caller
     ) -> tuple[Sequence[Output], list[Served]]:
         prepared = call.prepared
         outputs = [Gathered(_generation(call, i)) for i in range(len(call.jobs))]
-        served = await _run_all(call, outputs)
+        with _paid(caller, outputs):
+            served = await _run_all(call, outputs)
         choices = [
             choice
             for output, echo in zip(outputs, prepared.echoes, strict=True)
@@ -188,14 +199,15 @@ class Endpoint:
         return outputs, served
 
     async def _stream(
-        self, exchange: Exchange, call: Call
+        self, exchange: Exchange, call: Call, caller: Caller
     ) -> tuple[Sequence[Output], list[Served]]:
         prepared, n = call.prepared, call.prepared.num_choices
         outputs = [
             Streamed(_generation(call, i), exchange, call.format, i * n, echo)
             for i, echo in enumerate(prepared.echoes)
         ]
-        served = await _run_all(call, outputs)
+        with _paid(caller, outputs):
+            served = await _run_all(call, outputs)
         with timed(call.ledger.own, "flush"):
             usage = {"usage": _usage(call, outputs, served)} if prepared.include_usage else {}
             fields = self._closing(call, served, usage)
@@ -276,6 +288,15 @@ def _usage(call: Call, outputs: Sequence[Output], served: Sequence[Served]) -> d
         sum(output.generation.num_tokens for output in outputs),
         sum(found.num_cached_tokens for found in served),
     )
+
+
+@contextmanager
+def _paid(caller: Caller, outputs: Sequence[Output]) -> Iterator[None]:
+    """Whatever ends the request, what it has generated is paid for."""
+    try:
+        yield
+    finally:
+        caller.count_output(sum(o.generation.num_tokens for o in outputs), time.monotonic())
 
 
 async def _run_all(call: Call, outputs: Sequence[Output]) -> list[Served]:

@@ -4,6 +4,7 @@ Invariant: an error body names what is wrong in one sentence and never shows a t
 worker's own words about its fault.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class ApiError(Exception):
     def all_headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
             return self.headers
-        return {**self.headers, "retry-after": str(max(1, round(self.retry_after_s)))}
+        return {**self.headers, "retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:

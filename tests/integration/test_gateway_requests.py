@@ -369,7 +369,7 @@ async def test_best_of_returns_the_most_likely_choices(gateway: RunningGateway) 
     assert error_of(response)["param"] == "best_of"
 
 
-@pytest.mark.parametrize("size", [64 << 10, 1 << 20])
+@pytest.mark.parametrize("size", [1 << 10, 32 << 10])
 async def test_a_huge_request_id_does_not_grow_the_answer(
     gateway: RunningGateway, size: int
 ) -> None:

@@ -32,6 +32,7 @@ from decode_service.__main__ import serve_decode
 from prefill_service.__main__ import serve_prefill
 from router.app import create_app
 from router.gateway import Gateway
+from router.serving import server_config
 from router.shared import Shared
 from router.text import load_text_model
 from tests.support.answers import Answer, gather_events, whole_answer
@@ -284,7 +285,7 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             cluster.port = listener.getsockname()[1]
-            async with _http(app, listener):
+            async with _http(app, settings, listener):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await loaded
                 limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -297,12 +298,11 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
 
 
 @contextlib.asynccontextmanager
-async def _http(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+async def _http(
+    app: FastAPI, settings: RouterSettings, listener: socket.socket
+) -> AsyncIterator[None]:
     """uvicorn without signal handlers: those belong to pytest."""
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
-    )
-    config.load()
+    config = server_config(app, settings)
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])

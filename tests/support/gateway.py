@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from baton.cluster.settings import RouterSettings
 from router.app import create_app
 from router.gateway import Gateway
+from router.serving import server_config
 from router.text import TextModel
 from tests.support.stub_workers import Script, StubCluster
 
@@ -24,12 +25,11 @@ USER_HI = [{"role": "user", "content": "hi"}]
 
 
 @contextlib.asynccontextmanager
-async def _serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+async def _serving(
+    app: FastAPI, settings: RouterSettings, listener: socket.socket
+) -> AsyncIterator[None]:
     """uvicorn without its signal handlers (those belong to pytest) and its 0.1 s ticks."""
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
-    )
-    config.load()
+    config = server_config(app, settings)
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])
@@ -94,7 +94,7 @@ async def running_gateway(
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         try:
-            async with _serving(app, listener):
+            async with _serving(app, config, listener):
                 if not callable(model):
                     async with asyncio.timeout(10):
                         await loaded.wait()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from baton.cli.local import key_headers
 from baton.cluster.errors import BatonError
 from baton.cluster.reports import Filters, build_report
 from baton.cluster.reports.window import Slot, merged
@@ -65,7 +66,11 @@ def requests_of(urls: Sequence[str], limit: int) -> list[dict[str, Any]]:
 def get(url: str, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
     try:
         answer = httpx.get(
-            url.rstrip("/") + path, params=parameters, timeout=TIMEOUT_S, trust_env=False
+            url.rstrip("/") + path,
+            params=parameters,
+            headers=key_headers(),
+            timeout=TIMEOUT_S,
+            trust_env=False,
         )
         answer.raise_for_status()
         content: dict[str, Any] = answer.json()
