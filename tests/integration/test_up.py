@@ -107,7 +107,7 @@ def test_it_answers_and_a_signal_ends_everything_in_order(
         assert cluster.process.wait(20) == 0
         assert_gone(family)
         assert "killing" not in cluster.log
-        assert "curl http" in cluster.log and "baton status --redis" in cluster.log
+        assert "curl http" in cluster.log and "baton status --url http" in cluster.log
 
 
 def test_sigint_works_where_it_was_inherited_as_ignored(tmp_path: Path) -> None:

@@ -226,12 +226,14 @@ async def running_cluster(
     router: dict[str, Any] | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    redis_url: str | None = None,
     **worker: Any,
 ) -> AsyncIterator[Cluster]:
-    """Keyword arguments are worker settings; `prefill` and `decode` are those of one role."""
+    """Keyword arguments are worker settings; `prefill` and `decode` are those of one role.
+    `redis_url`: a Redis of the caller's."""
     stored = resolve(model, progress=False) if isinstance(model, str) else model
     redis = EmbeddedRedis()
-    url = await redis.start()
+    url = redis_url or await redis.start()
     values = {
         "dtype": "float32",
         "chunk_size": 64,

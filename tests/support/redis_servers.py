@@ -60,8 +60,10 @@ def plain_flags(port: int, *more: str) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def tls_redis(folder: Path, user: str, password: str) -> AsyncIterator[str]:
-    """The URL of a server that speaks TLS only and knows one user."""
+async def tls_redis(
+    folder: Path, user: str, password: str, acl: Sequence[str] = ()
+) -> AsyncIterator[str]:
+    """The URL of a server that speaks TLS only. `acl`: its users, by default this one alone."""
     authority, port = trustme.CA(), free_port()
     certificate = authority.issue_cert("127.0.0.1", "localhost")
     os.makedirs(folder, exist_ok=True)
@@ -73,8 +75,8 @@ async def tls_redis(folder: Path, user: str, password: str) -> AsyncIterator[str
     flags += ["--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem"]
     flags += ["--tls-ca-cert-file", "ca.pem", "--tls-auth-clients", "no"]
     flags += ["--aclfile", "users.acl"]
-    acl = f"user default off\nuser {user} on ~{{baton}}* &{{baton}}* +@all >{password}\n"
-    (folder / "users.acl").write_text(acl)
+    users = acl or [f"user {user} on ~{{baton}}* &{{baton}}* +@all >{password}"]
+    (folder / "users.acl").write_text("\n".join(["user default off", *users, ""]))
     async with redis_process(folder, *flags):
         yield f"rediss://{user}:{password}@127.0.0.1:{port}/0?ssl_ca_certs={folder}/ca.pem"
 
