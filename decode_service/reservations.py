@@ -175,7 +175,7 @@ class Reservations:
         promised = min(wanted, blocks.num_blocks) - len(held)
         if not blocks.can_take(promised, held):
             raise NoFreeBlocks(f"{promised} blocks needed, {blocks.num_available} available")
-        blocks.acquire(held)
+        blocks.reuse(held)
         blocks.promise(promised)
         scheduler.num_promised_seqs += len(seq.choices)
         seq.block_table = held

@@ -8,6 +8,7 @@ import grpc
 from baton.v1 import common_pb2, decode_pb2_grpc
 from baton.v1 import decode_pb2 as pb
 from baton.worker.faults import status_of_faults
+from baton.worker.prompt_cache import pins_from_pb
 from baton.worker.status import WorkerStatus
 from baton.worker.translate import (
     continuation_of,
@@ -57,6 +58,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             choice=choice,
             cache_salt=request.cache_salt,
             due_at=due_at(request, time.monotonic()),
+            pins=pins_from_pb(request.pins),
             prefill_here=request.prefill_here,
         )
 

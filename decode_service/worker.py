@@ -22,6 +22,7 @@ from baton.engine.transfer.base import HandoffRefused
 from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
 from baton.worker.faults import LeaseExpired
+from baton.worker.prompt_cache import PinTerms, pin_prompt
 from decode_service.incoming import IncomingHandoff
 from decode_service.reservations import Reservation, Reservations
 
@@ -37,6 +38,7 @@ class GenerateJob:
     """With `output`: one choice that goes on here."""
     due_at: float = math.inf
     """When the first token is wanted, by this process's monotonic clock."""
+    pins: tuple[PinTerms, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,7 @@ class DecodeWorker:
     ) -> Iterator[tuple[Reserved, _Lease, Reservation | None]]:
         """Room for the request, until the context closes."""
         received_at = time.monotonic()
+        pin_prompt(self._engine.engine, seq, job.pins)
         lease = _Lease(self._lease_s)
         if job.prefill_here:
             self._engine.engine.add(seq)

@@ -9,6 +9,7 @@ import grpc
 from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.v1 import prefill_pb2 as pb
 from baton.worker.faults import status_of_faults
+from baton.worker.prompt_cache import pins_from_pb
 from baton.worker.translate import (
     continuation_of,
     due_at,
@@ -52,6 +53,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             choice=choice,
             cache_salt=request.cache_salt,
             due_at=due_at(request, time.monotonic()),
+            pins=pins_from_pb(request.pins),
             open_sender=partial(self._pairs.sender, request.destination)
             if has_destination
             else None,

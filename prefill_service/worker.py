@@ -18,6 +18,7 @@ from baton.engine.sequence import Progress, ScheduledBatch, Sequence, StepOutput
 from baton.engine.transfer.base import KVSender
 from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
+from baton.worker.prompt_cache import PinTerms, pin_prompt
 from prefill_service.handoff import Handoff
 
 
@@ -64,6 +65,7 @@ class PrefillJob:
     """With `output`: one choice that goes on here."""
     due_at: float = math.inf
     """When the first token is wanted, by this process's monotonic clock."""
+    pins: tuple[PinTerms, ...] = ()
     open_sender: Callable[[Sequence], KVSender] | None = None
 
 
@@ -89,6 +91,7 @@ class PrefillWorker:
         seq = self._sequence(job)
         with self._activity.request(), self._engine.stream(seq.group) as stream:
             queued = time.monotonic()
+            pin_prompt(self._engine.engine, seq, job.pins)
             self._engine.engine.add(seq)
             async with self._handoff(job, seq) as handoff:
                 step = await stream.next()

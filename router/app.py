@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from router.access import Gate
 from router.access.caller import admin_only
+from router.cache_api import cache_api
 from router.dashboard import dashboard_api
 from router.exchange import request_id_of
 from router.gateway import Gateway, OnLoaded
@@ -49,6 +50,7 @@ def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
     _add_models(app, gateway)
     _add_health(app, gateway)
     app.include_router(requests_api(gateway))
+    app.include_router(cache_api(gateway))
     app.include_router(reports_api(gateway))
     app.include_router(dashboard_api())
     app.add_middleware(Gate, ring=gateway.keys)

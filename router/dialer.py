@@ -31,6 +31,7 @@ class Dialer:
             prefill_here=hold.plan.prefill is None,
             continuation=leg.continuation,
             deadline_s=leg.first_token_within_s,
+            pins=leg.pins,
         )
         return self._call(leg, worker, stub.Generate, request, hold)
 
@@ -50,6 +51,7 @@ class Dialer:
             cache_salt=leg.job.cache_salt,
             continuation=leg.continuation,
             deadline_s=leg.first_token_within_s,
+            pins=leg.pins,
         )
         return self._call(leg, worker, stub.Prefill, request, hold)
 

@@ -60,6 +60,10 @@ class Job:
     arrived_at: float = field(default_factory=time.monotonic)
     targets: Targets = field(default_factory=Targets)
     tenant: str = ""
+    cache_key: str = ""
+    """Requests of one key belong together, whatever their prompts: `prompt_cache_key`."""
+    pins: tuple[tuple[int, float], ...] = ()
+    """Leading tokens to keep cached, and for how many seconds."""
     explain: bool = False
 
     def waited_s(self) -> float:
@@ -125,7 +129,14 @@ class Leg:
     def blocks(self) -> PromptBlocks:
         """Of what prefill has to compute."""
         token_ids = [*self.job.prompt_token_ids, *self.output_token_ids]
-        return PromptBlocks(token_ids, self.job.cache_salt)
+        return PromptBlocks(token_ids, self.job.cache_salt, self.job.cache_key)
+
+    @property
+    def pins(self) -> list[common_pb2.CachePin]:
+        return [
+            common_pb2.CachePin(num_tokens=count, ttl_s=ttl_s, tenant=self.job.tenant)
+            for count, ttl_s in self.job.pins
+        ]
 
     @property
     def first_token_within_s(self) -> float | None:

@@ -212,9 +212,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _mount_model_commands() -> None:
-    from baton.cli import certs, keys, model
+    from baton.cli import cache, certs, keys, model
 
     app.add_typer(model.app, name="model")
+    app.add_typer(cache.app, name="cache")
     app.add_typer(certs.app, name="certs")
     app.add_typer(keys.app, name="keys")
 

@@ -83,9 +83,11 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Cores = Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_cores)]
 BlockSize = Annotated[int, Field(ge=1, le=MAX_BLOCK_SIZE), AfterValidator(_power_of_two)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Speculate = Annotated[str, AfterValidator(_speculate)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S+$")]
 
+_SHARE = "a share from 0 to 1"
 _SPECULATE = "off, ngram, ngram(match=3, tokens=8) or draft(MODEL, tokens=4)"
 _COUNT = "a whole number of at least 1"
 _SECONDS = "a positive number of seconds, at most 86400"
@@ -228,6 +230,11 @@ class WorkerSettings(CommonSettings):
     threads: Count | None = option(None, "compute threads (default: one per core)", _COUNT)
     cores: Cores = option(None, "cores to run on, e.g. 0-1", "a list of cores such as 0-1,3")
     enable_prefix_cache: bool = option(True, "reuse blocks of shared prefixes", _SWITCH)
+    pin_quota: Share = option(
+        0.25,
+        "share of the KV blocks that one tenant may pin; all together may pin twice that",
+        _SHARE,
+    )
     self_profile: bool = option(
         True, "measure this worker's speed at its first start, for 2 s at most", _SWITCH
     )

@@ -14,13 +14,16 @@ hash; full blocks are never written again, so sharing them needs no copy. A prom
 number of blocks kept back for hand-offs that will come; it names no block. In a model whose
 layers all have a window, a sequence gives back the blocks that no layer will see again (its
 table then holds `NO_BLOCK` there); until they are evicted they are still found by their hash.
+A pin is no holder: it only puts cached blocks at the end of the order of eviction.
 Invariant: free + cached + held = total, and promised ≤ free + cached.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from baton.engine.block_events import BlockEvents
+from baton.engine.idle_blocks import IdleBlocks
+from baton.engine.pins import Pin, Pins
 from baton.engine.sequence import NO_BLOCK
 from baton.engine.sequence import Sequence as TokenSequence
 
@@ -41,6 +44,7 @@ class BlockManager:
         enable_prefix_cache: bool = True,
         window: int | None = None,
         num_tail_blocks: int = 0,
+        pins: Pins | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -48,10 +52,16 @@ class BlockManager:
         self.window = window
         self.num_tail_blocks = num_tail_blocks
         self.num_promised = 0
+        self.num_reused = 0
+        """Blocks of prefixes that were found and taken; this and the next two only grow."""
+        self.num_evicted = 0
+        self.num_pins_broken = 0
+        """Pinned blocks among those: everything else was held."""
+        self.pins = pins or Pins(0, 0)
         self.events: BlockEvents | None = None
         """Hears of every block that becomes findable or ceases to be."""
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached = IdleBlocks()
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -65,6 +75,11 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def num_pinned(self) -> int:
+        """Cached blocks that a pin covers."""
+        return self._cached.num_pinned
 
     @property
     def num_available(self) -> int:
@@ -109,7 +124,7 @@ class BlockManager:
             if block == NO_BLOCK:
                 continue
             if self._refs[block] == 0:
-                del self._cached[block]
+                self._cached.remove(block)
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -122,6 +137,11 @@ class BlockManager:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._put_back(block)
+
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """Acquires the blocks of a prefix that was found."""
+        self.num_reused += sum(block != NO_BLOCK for block in blocks)
+        self.acquire(blocks)
 
     def is_shared(self, block: int) -> bool:
         return self._refs[block] > 1
@@ -151,8 +171,29 @@ class BlockManager:
         """Hash and parent of every findable block, oldest first."""
         return list(self._parent_of.items())
 
+    def pin(self, tenant: str, hashes: Sequence[bytes], expires_at: float) -> Pin | None:
+        """Keeps a prefix, once it is cached, from being evicted before anything else."""
+        pin = self.pins.add(tenant, hashes, expires_at)
+        self._move(pin.hashes if pin else (), pinned=True)
+        return pin
+
+    def unpin(self, pin_id: str) -> bool:
+        """False when there is no such pin."""
+        known = any(pin.id == pin_id for pin in self.pins)
+        self._move(self.pins.remove(pin_id), pinned=False)
+        return known
+
+    def expire_pins(self, now: float) -> None:
+        self._move(self.pins.expire(now), pinned=False)
+
+    def _move(self, hashes: Sequence[bytes], pinned: bool) -> None:
+        for digest in reversed(hashes):  # the end of a prefix goes before its beginning
+            if (block := self._block_of.get(digest)) is not None:
+                self._cached.move(block, pinned)
+
     def flush(self) -> None:
-        """Forgets every cached block; held blocks stay but are no longer found."""
+        """Forgets every cached block, and all pins; held blocks stay but are no longer found."""
+        self.pins.clear()
         for block in list(self._hash_of):
             self._forget(block)
         self._free.extend(self._cached)
@@ -263,7 +304,9 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, pinned = self._cached.pop()
+            self.num_evicted += 1
+            self.num_pins_broken += pinned
             self._forget(block)
         self._refs[block] = 1
         return block
@@ -279,7 +322,7 @@ class BlockManager:
 
     def _put_back(self, block: int) -> None:
         if block in self._hash_of:
-            self._cached[block] = None
+            self._cached.add(block, self.pins.holds(self._hash_of[block]))
         else:
             self._free.append(block)
 

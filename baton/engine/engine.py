@@ -57,6 +57,7 @@ class Engine(Generic[S]):
     def step(self) -> list[StepOutput] | None:
         """Computes one batch; None when nothing can run now."""
         with self._changed:
+            self.blocks.expire_pins(time.monotonic())
             batch = self.scheduler.schedule()
         if batch is None:
             return None

@@ -188,7 +188,7 @@ class Scheduler:
         num_new = self.blocks.blocks_for(len(seq.token_ids)) - len(reused) + num_tail
         if not self._may_start(seq, num_new, reused):
             return False
-        self.blocks.acquire(reused)
+        self.blocks.reuse(reused)
         new = self.blocks.allocate(num_new)
         seq.tail_blocks, seq.block_table = new[:num_tail], reused + new[num_tail:]
         seq.num_computed_tokens = len(reused) * self.blocks.block_size

@@ -182,6 +182,16 @@ class TransferOffer(_message.Message):
     layout: KVLayout
     def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
 
+class CachePin(_message.Message):
+    __slots__ = ("num_tokens", "ttl_s", "tenant")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    ttl_s: float
+    tenant: str
+    def __init__(self, num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
+
 class StepTotals(_message.Message):
     __slots__ = ("steps", "prefill_tokens", "attended_tokens", "decode_tokens", "context_tokens", "seconds")
     STEPS_FIELD_NUMBER: _ClassVar[int]

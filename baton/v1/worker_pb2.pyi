@@ -17,6 +17,62 @@ ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
+class GetCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheInfo(_message.Message):
+    __slots__ = ("known_blocks", "idle_blocks", "pinned_blocks", "block_size", "tenant_quota_blocks", "pins")
+    KNOWN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_QUOTA_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    known_blocks: int
+    idle_blocks: int
+    pinned_blocks: int
+    block_size: int
+    tenant_quota_blocks: int
+    pins: _containers.RepeatedCompositeFieldContainer[PinInfo]
+    def __init__(self, known_blocks: _Optional[int] = ..., idle_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., tenant_quota_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinInfo, _Mapping]]] = ...) -> None: ...
+
+class PinInfo(_message.Message):
+    __slots__ = ("id", "tenant", "blocks", "cached_blocks", "expires_in_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    tenant: str
+    blocks: int
+    cached_blocks: int
+    expires_in_s: float
+    def __init__(self, id: _Optional[str] = ..., tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ("unpinned",)
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    unpinned: bool
+    def __init__(self, unpinned: _Optional[bool] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -88,7 +144,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., handoffs_in_flight: _Optional[int] = ..., draining: _Optional[bool] = ..., promised_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("handoffs", "handoffs_failed", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "tokens_recomputed", "blocks_transferred", "bytes_transferred", "tokens_drafted", "tokens_accepted")
+    __slots__ = ("handoffs", "handoffs_failed", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "tokens_recomputed", "blocks_transferred", "bytes_transferred", "tokens_drafted", "tokens_accepted", "blocks_reused", "blocks_evicted", "pins_broken")
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FAILED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +156,9 @@ class WorkerCounters(_message.Message):
     BYTES_TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REUSED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PINS_BROKEN_FIELD_NUMBER: _ClassVar[int]
     handoffs: int
     handoffs_failed: int
     prefill_tokens_computed: int
@@ -111,7 +170,10 @@ class WorkerCounters(_message.Message):
     bytes_transferred: int
     tokens_drafted: int
     tokens_accepted: int
-    def __init__(self, handoffs: _Optional[int] = ..., handoffs_failed: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., blocks_transferred: _Optional[int] = ..., bytes_transferred: _Optional[int] = ..., tokens_drafted: _Optional[int] = ..., tokens_accepted: _Optional[int] = ...) -> None: ...
+    blocks_reused: int
+    blocks_evicted: int
+    pins_broken: int
+    def __init__(self, handoffs: _Optional[int] = ..., handoffs_failed: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., tokens_recomputed: _Optional[int] = ..., blocks_transferred: _Optional[int] = ..., bytes_transferred: _Optional[int] = ..., tokens_drafted: _Optional[int] = ..., tokens_accepted: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., pins_broken: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s", "undo")

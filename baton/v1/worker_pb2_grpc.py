@@ -44,6 +44,21 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetCache = channel.unary_unary(
+                '/baton.v1.Worker/GetCache',
+                request_serializer=baton_dot_v1_dot_worker__pb2.GetCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.CacheInfo.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/baton.v1.Worker/Unpin',
+                request_serializer=baton_dot_v1_dot_worker__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.Worker/FlushCache',
+                request_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -63,6 +78,27 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCache(self, request, context):
+        """What the prefix cache holds and which of it is pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Ends a pin before its time; what it covered stays cached until it is evicted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Forgets the whole prefix cache and all pins. What running requests hold is not touched.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +111,21 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCache,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.GetCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.CacheInfo.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.UnpinRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.UnpinResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +182,87 @@ class Worker:
             '/baton.v1.Worker/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/GetCache',
+            baton_dot_v1_dot_worker__pb2.GetCacheRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.CacheInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Unpin',
+            baton_dot_v1_dot_worker__pb2.UnpinRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/FlushCache',
+            baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
+from baton.engine.pins import Pins
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.speculation.build import add_drafts
@@ -70,6 +71,7 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
         settings.enable_prefix_cache,
         model_config.widest_window,
         layout.num_tail_blocks,
+        pins_for(settings, num_blocks),
     )
     runner = ModelRunner(model, cache)
     scheduler, sampler = scheduler_type(config, blocks), Sampler(config.eos_token_ids)
@@ -79,6 +81,12 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
     engine = Engine(scheduler, blocks, stepping, sampler)
     speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
     return Parts(engine, cache, config, model_config.vocab_size, stored, speed, memory)
+
+
+def pins_for(settings: WorkerSettings, num_blocks: int) -> Pins:
+    """Quotas in blocks."""
+    per_tenant = int(settings.pin_quota * num_blocks)
+    return Pins(per_tenant, min(2 * per_tenant, num_blocks))
 
 
 def _with_drafts(

@@ -25,6 +25,9 @@ _COUNTERS = {
     "tokens_recomputed": "Tokens computed again after a preemption.",
     "tokens_drafted": "Tokens drafted and checked by speculative decoding.",
     "tokens_accepted": "Drafted tokens that were right.",
+    "blocks_reused": "Blocks of prefixes found in the cache and used.",
+    "blocks_evicted": "Cached blocks given up for new ones.",
+    "pins_broken": "Pinned blocks given up because everything else was held.",
     "blocks_transferred": "KV blocks sent or received.",
     "bytes_transferred": "KV payload bytes sent or received.",
 }
@@ -48,6 +51,11 @@ class WorkerCollector(Collector):
             gauge.add_metric(labels, value)
             yield gauge
         yield self._blocks(labels)
+        pinned = GaugeMetricFamily(
+            "baton_worker_pinned_blocks", "Cached blocks that a pin covers.", labels=LABELS
+        )
+        pinned.add_metric(labels, self._status.parts.engine.blocks.num_pinned)
+        yield pinned
         counters = self._status.counters()
         for name, help_text in _COUNTERS.items():
             counter = CounterMetricFamily(f"baton_worker_{name}", help_text, labels=LABELS)

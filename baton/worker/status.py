@@ -1,5 +1,6 @@
 """A worker's account of itself: for the registry, and for whoever asks over gRPC."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts
+from baton.worker.prompt_cache import PromptCache
 from baton.worker.translate import layout_to_pb
 
 
@@ -71,6 +73,9 @@ class WorkerStatus:
             prefill_tokens_computed=scheduler.prefill_tokens_computed,
             prefill_tokens_cached=scheduler.prefill_tokens_cached,
             tokens_generated=engine.tokens_generated,
+            blocks_reused=engine.blocks.num_reused,
+            blocks_evicted=engine.blocks.num_evicted,
+            pins_broken=engine.blocks.num_pins_broken,
         )
         if isinstance(scheduler, DecodeScheduler):
             counters.preemptions = scheduler.num_preemptions
@@ -84,6 +89,7 @@ class WorkerStatus:
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def __init__(self, status: WorkerStatus) -> None:
         self._status = status
+        self._cache = PromptCache(status.parts.engine)
 
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -112,6 +118,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             links=[pb.TransferLink(**vars(link)) for link in record.links],
             transfer=pb.TransferResources(**vars(self._status.activity.transfers.resources())),
         )
+
+    async def GetCache(
+        self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CacheInfo:
+        return self._cache.info(time.monotonic())
+
+    async def Unpin(
+        self, request: pb.UnpinRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnpinResponse:
+        return pb.UnpinResponse(unpinned=self._cache.unpin(request.id))
+
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FlushCacheResponse:
+        return pb.FlushCacheResponse(blocks=self._cache.flush())
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext

@@ -122,7 +122,7 @@ def admin_only(request: Request) -> None:
     """A dependency of endpoints that show more than one tenant's business. Raises ApiError."""
     if not caller_of(request.scope).admin:
         raise ApiError(
-            "Only an admin's API key may read this.",
+            "Only an admin's API key may use this.",
             403,
             "permission_error",
             code="permission_denied",

@@ -168,6 +168,8 @@ class Endpoint:
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 cache_salt=prepared.cache_salt,
+                cache_key=prepared.cache_key,
+                pins=tuple(pins),
                 queue_deadline=now + settings.queue_timeout_s,
                 deadline=deadline,
                 trail=ledger.trail(),
@@ -176,8 +178,8 @@ class Endpoint:
                 tenant=asked.tenant,
                 explain=asked.explain,
             )
-            for i, (prompt, sampling) in enumerate(
-                zip(prepared.prompts, prepared.sampling, strict=True)
+            for i, (prompt, sampling, pins) in enumerate(
+                zip(prepared.prompts, prepared.sampling, prepared.pins, strict=True)
             )
         ]
 

@@ -7,6 +7,8 @@ sentence that begins with the field's name.
 import json
 from typing import Any
 
+from router.openai.cache_control import MOST_MARKS, parse_cache_control
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
 MAX_PROMPTS = 128
@@ -72,7 +74,10 @@ def parse_messages(value: Any) -> list[Message]:
         raise ValueError("must not be empty")
     if not isinstance(value, list):
         raise ValueError("must be a list of messages")
-    return [_parse_message(message, f"[{i}]") for i, message in enumerate(value)]
+    messages = [_parse_message(message, f"[{i}]") for i, message in enumerate(value)]
+    if sum(len(message.get("cache_control", ())) for message in messages) > MOST_MARKS:
+        raise ValueError(f"may hold at most {MOST_MARKS} cache_control")
+    return messages
 
 
 def _parse_message(message: Any, place: str) -> Message:
@@ -82,22 +87,36 @@ def _parse_message(message: Any, place: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"{place}.role must be one of {', '.join(ROLES)}")
     parsed = {key: field for key, field in message.items() if field is not None}
-    content = _parse_content(message.get("content"), f"{place}.content")
+    content, marks = _parse_content(message.get("content"), f"{place}.content")
     if content is None and role != "assistant":
         raise ValueError(f"{place}.content must not be null")
     parsed["content"] = content or ""
+    whole = parse_cache_control(parsed.pop("cache_control", None), f"{place}.cache_control")
+    if whole is not None:
+        marks.append((len(parsed["content"]), whole))
+    if marks:
+        parsed["cache_control"] = marks
     if "tool_calls" in parsed:
         parsed["tool_calls"] = _parse_tool_calls(parsed["tool_calls"], f"{place}.tool_calls")
     return parsed
 
 
-def _parse_content(content: Any, place: str) -> str | None:
-    """Text parts are joined by newlines: templates of text models take one string."""
+def _parse_content(content: Any, place: str) -> tuple[str | None, list[tuple[int, int]]]:
+    """Text parts are joined by newlines: templates of text models take one string. The ends of
+    parts that are to stay cached, in characters, each with its seconds."""
     if content is None or isinstance(content, str):
-        return content
+        return content, []
     if not isinstance(content, list):
         raise ValueError(f"{place} must be a string, a list of text parts or null")
-    return "\n".join(_parse_part(part, place) for part in content)
+    texts: list[str] = []
+    marks: list[tuple[int, int]] = []
+    for number, part in enumerate(content):
+        texts.append(_parse_part(part, place))
+        at = f"{place}[{number}].cache_control"
+        ttl_s = parse_cache_control(part.get("cache_control"), at)
+        if ttl_s is not None:
+            marks.append((len("\n".join(texts)), ttl_s))
+    return "\n".join(texts), marks
 
 
 def _parse_part(part: Any, place: str) -> str:

@@ -8,9 +8,11 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.cluster.workers import Role, WorkerRecord
 from baton.v1 import common_pb2
+from router.openai.cache_control import take_marks
 from router.openai.errors import ApiError, invalid
 from router.openai.fields import Message, Prompt
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody
@@ -29,6 +31,13 @@ class Limits:
     total: int
 
 
+class Pinned(NamedTuple):
+    """The beginning of a prompt that is to stay cached."""
+
+    num_tokens: int
+    ttl_s: int
+
+
 @dataclass(frozen=True)
 class Prepared:
     prompts: list[list[int]]
@@ -39,6 +48,8 @@ class Prepared:
     min_tokens: int
     logprobs: int | None
     cache_salt: str
+    cache_key: str
+    pins: list[list[Pinned]]
     stream: bool
     include_usage: bool
     timing: bool
@@ -53,12 +64,14 @@ def limits_of(model: TextModel, workers: Iterable[WorkerRecord]) -> Limits:
 
 
 async def prepare_chat(body: ChatBody, model: TextModel, limits: Limits) -> Prepared:
-    prompt = await _render(body.messages, model)
+    prompt, pins = await _render(body.messages, model)
     if not prompt:
         raise invalid("messages", "messages must not render to an empty prompt.", "invalid_value")
     asked = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _prepare(body, [prompt], model, limits, asked, None, logprobs, "messages")
+    prepared = _prepare(body, [prompt], model, limits, asked, None, logprobs, "messages")
+    prepared.pins[0] += pins
+    return prepared
 
 
 async def prepare_completion(body: CompletionBody, model: TextModel, limits: Limits) -> Prepared:
@@ -79,9 +92,16 @@ async def prepare_completion(body: CompletionBody, model: TextModel, limits: Lim
     return prepared
 
 
-async def _render(messages: Sequence[Message], model: TextModel) -> list[int]:
+async def _render(messages: Sequence[Message], model: TextModel) -> tuple[list[int], list[Pinned]]:
+    plain = [dict(message) for message in messages]
+    marks = take_marks(plain)
     try:
-        return await model.encode_chat(messages)
+        if not marks:
+            return await model.encode_chat(plain), []
+        places = [(mark.message, mark.offset) for mark in marks]
+        token_ids, counts = await model.encode_marked_chat(plain, places)
+        pairs = zip(counts, marks, strict=True)
+        return token_ids, [Pinned(count, mark.ttl_s) for count, mark in pairs if count]
     except TemplateError as error:
         raise invalid("messages", f"messages: {error}.", "invalid_value") from error
 
@@ -131,10 +151,16 @@ def _prepare(
         min_tokens=body.min_tokens or 0,
         logprobs=logprobs,
         cache_salt=body.cache_salt or "",
+        cache_key=body.prompt_cache_key or "",
+        pins=[_whole(prompt, body.cache_control) for prompt in prompts],
         stream=bool(body.stream),
         include_usage=body.include_usage,
         timing=bool(body.timing),
     )
+
+
+def _whole(prompt: list[int], ttl_s: int | None) -> list[Pinned]:
+    return [] if ttl_s is None else [Pinned(len(prompt), ttl_s)]
 
 
 def _check_token_ids(param: str, token_ids: Iterable[int], model: TextModel) -> None:

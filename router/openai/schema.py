@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from router.openai.cache_control import parse_cache_control
 from router.openai.errors import ApiError, invalid
 from router.openai.fields import (
     Message,
@@ -32,7 +33,6 @@ HARMLESS = frozenset(
         "store",
         "service_tier",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "parallel_tool_calls",
     )
@@ -97,6 +97,8 @@ class GenerationBody(BaseModel):
         default_factory=dict
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    cache_control: Annotated[int | None, BeforeValidator(parse_cache_control)] = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -162,7 +164,7 @@ def _explain(error: ValidationError) -> ApiError:
         return invalid(param, f"{param} {wanted}.", "missing_required_parameter")
     if first["type"] == "value_error":
         message = first["msg"].removeprefix("Value error, ")
-        joint = "" if message.startswith("[") else " "
+        joint = "" if message.startswith(("[", ".", " ")) else " "
         return invalid(param, f"{param}{joint}{message}.", "invalid_value")
     return invalid(param, f"Invalid value for {place}: {first['msg']}.", "invalid_value")
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from router.text.marks import Place, places_in
 from router.text.template import ChatTemplate, TemplateError
 from router.text.tokenizer import Tokenizer
 
@@ -39,6 +40,17 @@ class TextModel:
         size = sum(len(message.get("content") or "") for message in messages)
         return await self._run(size + 64 * len(messages), lambda: self._encode_chat(messages))
 
+    async def encode_marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], places: Sequence[Place]
+    ) -> tuple[list[int], list[int]]:
+        """As `encode_chat`, and how many of the leading ids belong to what precedes each place; 0
+        where that cannot be told. Raises TemplateError."""
+        size = sum(len(message.get("content") or "") for message in messages)
+        return await self._run(
+            size * (1 + len(places)) + 64 * len(messages),
+            lambda: self._encode_marked(messages, places),
+        )
+
     async def encode_prompt(self, text: str) -> list[int]:
         """The ids of a plain prompt, with what the tokenizer puts around it."""
         return await self._run(len(text), lambda: self.tokenizer.encode(text, True))
@@ -51,10 +63,27 @@ class TextModel:
             raise TemplateError("this model has no chat template; use /v1/completions")
         return self.tokenizer.encode(self.template.render(messages), False)
 
+    def _encode_marked(
+        self, messages: Sequence[Mapping[str, Any]], places: Sequence[Place]
+    ) -> tuple[list[int], list[int]]:
+        token_ids = self._encode_chat(messages)
+        assert self.template is not None
+        render = self.template.render
+        text = render(messages)
+        ends = places_in(render, messages, places, text)
+        before = [self.tokenizer.encode(text[:end], False) if end else [] for end in ends]
+        return token_ids, [_num_common(token_ids, ids) for ids in before]
+
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size <= INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+
+def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Equal leading tokens."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def load_text_model(name: str, directory: Path, fingerprint: str) -> TextModel:

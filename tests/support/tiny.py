@@ -29,7 +29,7 @@ from baton.engine.sampler import Sampler
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
-from baton.worker.boot import Parts, shared_memory
+from baton.worker.boot import Parts, pins_for, shared_memory
 from baton.worker.status import WorkerServicer, WorkerStatus
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
@@ -94,6 +94,7 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         settings.block_size,
         window=model_config.widest_window,
         num_tail_blocks=layout.num_tail_blocks,
+        pins=pins_for(settings, num_blocks),
     )
     engine = Engine(
         scheduler_type(config, blocks),

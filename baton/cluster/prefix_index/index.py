@@ -54,10 +54,12 @@ class PrefixIndex:
             return PrefixMatches.guessed(prompt, workers)
         keys = [key for _, keys in groups for key in keys]
         pairs = list(zip(keys, parse_leading(found), strict=True))
-        return PrefixMatches(
-            held={key: held for key, (held, _) in pairs if held},
-            coming={key: coming for key, (_, coming) in pairs if coming},
-        )
+        held = {key: held for key, (held, _) in pairs if held}
+        coming = {key: coming for key, (_, coming) in pairs if coming}
+        if prompt.cache_key and not held and not coming:
+            # As much as makes the difference between workers that are otherwise alike.
+            coming = dict.fromkeys(PrefixMatches.guessed(prompt, workers).coming, 1)
+        return PrefixMatches(held=held, coming=coming)
 
     def expect(self, prompt: PromptBlocks, workers: Iterable[WorkerRecord]) -> None:
         """A request was routed to `workers`: its prompt's blocks count there from now on, for a

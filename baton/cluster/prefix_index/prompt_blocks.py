@@ -15,11 +15,13 @@ AFFINITY_TOKENS = 64
 
 
 class PromptBlocks:
-    """`cache_salt` separates the caches of tenants, as in the requests to the workers."""
+    """`cache_salt` separates the caches of tenants, as in the requests to the workers. `cache_key`
+    says which prompts belong together where their tokens do not."""
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: str = "", cache_key: str = "") -> None:
         self._token_ids = token_ids
         self._cache_salt = cache_salt
+        self.cache_key = cache_key
         self._chains: dict[tuple[str, str, int], list[bytes]] = {}
 
     def hashes(self, layout: KVLayout) -> list[bytes]:
@@ -36,10 +38,11 @@ class PromptBlocks:
 
     @property
     def affinity(self) -> bytes:
-        """Equal for prompts of one tenant that begin alike: where to send them unless something
-        better is known."""
+        """Equal for prompts of one tenant that have the same key or, without one, begin alike:
+        where to send them unless something better is known."""
         digest = hashlib.blake2b(
             self._cache_salt.encode(), digest_size=16, person=b"baton-affinity"
         )
-        digest.update(array("I", self._token_ids[:AFFINITY_TOKENS]).tobytes())
+        alike = array("I", self._token_ids[:AFFINITY_TOKENS]).tobytes()
+        digest.update(b"key" + self.cache_key.encode() if self.cache_key else alike)
         return digest.digest()
