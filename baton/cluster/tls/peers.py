@@ -26,6 +26,9 @@ _WORKER_CALLS = {
     "/baton.v1.Decode/": ("router",),
     "/baton.v1.KVTransfer/": ("prefill",),
     "/baton.v1.Worker/Drain": ("router", "admin"),
+    "/baton.v1.Worker/GetCache": ("router", "admin"),
+    "/baton.v1.Worker/Unpin": ("router", "admin"),
+    "/baton.v1.Worker/FlushCache": ("router", "admin"),
 }
 _log = logging.getLogger(__name__)
 
