@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from baton.cli import certs, keys, main, model
+from baton.cli import cache, certs, keys, main, model
 from baton.cli.settings_table import TABLES, replace_tables
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-GROUPS = {"model": model.app, "certs": certs.app, "keys": keys.app}
+GROUPS = {"model": model.app, "cache": cache.app, "certs": certs.app, "keys": keys.app}
 
 
 def prose(text: str) -> str:
