@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from baton.cluster.prefix_index import PromptBlocks
 from baton.cluster.prefix_index.index import LOOKUP_TIMEOUT_S
 from baton.cluster.prefix_index.matches import key_of
 from baton.cluster.prefix_index.store import CHUNK, PERIOD_S
@@ -191,6 +192,24 @@ async def test_blocks_of_a_routed_request_count_at_once_and_expire_if_they_never
         assert 0 < await client.ttl(key) <= 2 * PERIOD_S
         await client.pexpire(key, 1)
     await until_equal(lambda: cluster.expected(prompt), [0, 0])
+
+
+async def test_prompts_of_one_key_are_drawn_to_one_worker_until_something_is_cached(
+    cluster: IndexedCluster,
+) -> None:
+    workers = [await cluster.add(f"prefill-{index}") for index in range(4)]
+
+    def keyed(seed: int, key: str) -> PromptBlocks:
+        return PromptBlocks([seed * 1000 + n for n in range(200)], cache_key=key)
+
+    drawn = [await cluster.expected(keyed(seed, "k")) for seed in range(5)]
+    assert sorted(drawn[0]) == [0, 0, 0, 1] and drawn == [drawn[0]] * 5
+    others = [await cluster.expected(keyed(0, f"key {n}")) for n in range(20)]
+    assert {tuple(counts) for counts in others} > {tuple(drawn[0])}
+    elsewhere = drawn[0].index(0)
+    workers[elsewhere].store(keyed(7, "k"), 3)
+    found = [3 if place == elsewhere else 0 for place in range(4)]
+    await until_equal(lambda: cluster.expected(keyed(7, "k")), found)
 
 
 async def test_predictions_for_one_worker_are_bounded_by_what_it_can_hold(
