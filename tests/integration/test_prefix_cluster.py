@@ -107,6 +107,7 @@ async def test_a_known_prefix_is_found_again_and_the_predicted_hit_is_the_report
         await cluster.ask(COMPLETIONS, **body)
         index = cluster.gateway.shared.index
         assert index is not None
+        index._lookup_timeout_s = 2.0  # a busy machine must not decide
 
         async def held() -> int:
             return len((await lookup(cluster, index, PROMPT)).held)
