@@ -14,13 +14,18 @@ DIGEST_SIZE = 16
 
 
 def root_hash(fingerprint: str, kv_policy: str = "full", cache_salt: str = "") -> bytes:
-    """Parent of every first block; the policy is the `dtype` of a KV layout. Fields are
+    """Parent of every first block; the policy is that of `policy_name`. Fields are
     length-prefixed, so they cannot run together."""
     digest = hashlib.blake2b(digest_size=DIGEST_SIZE, person=b"baton-kv")
     for field in (fingerprint, kv_policy, cache_salt):
         raw = field.encode()
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.digest()
+
+
+def policy_name(dtype: str, kv_policy: str = "full") -> str:
+    """How KV is stored (the `dtype` of a layout) and what is kept of it, in one name."""
+    return dtype if kv_policy == "full" else f"{dtype} {kv_policy}"
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -26,6 +26,7 @@ from baton.engine.beam_group import accept_beam
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.policy_blocks import num_tail_blocks
 from baton.engine.sequence import Sequence, SequenceStatus, StepOutput
 from baton.engine.transfer.base import FirstToken, HandoffRefused
 
@@ -169,9 +170,10 @@ class Reservations:
         if scheduler.waiting:
             raise NoFreeBlocks(f"{len(scheduler.waiting)} sequences wait for blocks")
         held = blocks.known_of_handoff(seq)
+        seq.num_dropped_tokens = seq.dropped_of(seq.num_initial_tokens, blocks.block_size)
         # One more block per choice, so that it is not preempted as soon as it starts.
-        each = 1 + blocks.num_tail_blocks
-        wanted = blocks.blocks_for(seq.num_initial_tokens) + each * len(seq.choices)
+        each = 1 + num_tail_blocks(scheduler.config, seq)
+        wanted = self._num_blocks(seq) + each * len(seq.choices)
         promised = min(wanted, blocks.num_blocks) - len(held)
         if not blocks.can_take(promised, held):
             raise NoFreeBlocks(f"{promised} blocks needed, {blocks.num_available} available")
@@ -184,10 +186,14 @@ class Reservations:
     def _take_blocks(self, reservation: Reservation) -> None:
         seq = reservation.seq
         self._blocks.withdraw_promise(reservation.num_promised)
-        missing = self._blocks.blocks_for(seq.num_initial_tokens) - reservation.num_held
-        new = self._blocks.allocate(missing + self._blocks.num_tail_blocks)
+        missing = self._num_blocks(seq) - reservation.num_held
+        new = self._blocks.allocate(missing + num_tail_blocks(self._scheduler.config, seq))
         seq.block_table = seq.block_table + new[:missing]
         seq.tail_blocks = new[missing:]
+
+    def _num_blocks(self, seq: Sequence) -> int:
+        """Of what a hand-off brings and of what is held already."""
+        return self._blocks.blocks_for(seq.num_initial_tokens - seq.num_dropped_tokens)
 
     def _promise_again(self, reservation: Reservation) -> None:
         seq = reservation.seq

@@ -57,6 +57,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             output=output,
             choice=choice,
             cache_salt=request.cache_salt,
+            kv_policy=request.kv_policy,
             due_at=due_at(request, time.monotonic()),
             pins=pins_from_pb(request.pins),
             prefill_here=request.prefill_here,

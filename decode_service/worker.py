@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.kv_cache import KVCache
+from baton.engine.policy_blocks import refusal
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, Progress, Sequence, StepOutput
 from baton.engine.transfer.base import HandoffRefused
@@ -32,6 +33,7 @@ class GenerateJob:
     prompt: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    kv_policy: str = ""
     prefill_here: bool = False
     output: list[int] = field(default_factory=list)
     choice: int | None = None
@@ -188,11 +190,12 @@ class DecodeWorker:
 
     def _sequence(self, job: GenerateJob) -> Sequence:
         config = self._engine.engine.scheduler.config
+        policy = config.policy(job.kv_policy)
         longest = len(job.prompt) + job.sampling.max_tokens
-        if longest > config.capacity:
+        if reason := refusal(config, policy, len(job.prompt), longest):
             raise ValueError(
                 f"prompt ({len(job.prompt)}) plus max_tokens ({job.sampling.max_tokens}) can "
-                f"never fit this worker's {config.capacity} tokens"
+                f"never fit this worker: {reason}"
             )
         return Sequence(
             job.prompt,
@@ -201,6 +204,7 @@ class DecodeWorker:
             choice=job.choice,
             fingerprint=config.fingerprint,
             kv_dtype=config.kv_dtype,
+            kv_policy=policy,
             cache_salt=job.cache_salt,
             due_at=job.due_at,
         )

@@ -31,6 +31,8 @@ class Handoff:
         self.transfers: list[tuple[float, float]] = []
         """When KV was on its way, monotonic clock: one span per chunk, and the commit's."""
         self._seq = seq
+        # What its policy keeps of a prompt is not known, or not in its place, before the end.
+        self._goes_early = not seq.dropped_of(seq.num_initial_tokens, sender.block_size)
         self._next_block = [0] * num_layers
         """Of each layer."""
         # Bounded by the number of reports per chunk and of chunks of a prompt.
@@ -42,6 +44,8 @@ class Handoff:
         if self._task.done():
             return
         self.sender.open()
+        if not self._goes_early:
+            return
         progress = _Progress(num_computed_tokens, layers or range(len(self._next_block)))
         self._progress.put_nowait(progress)
 
@@ -68,8 +72,9 @@ class Handoff:
             while isinstance(done := await self._progress.get(), _Progress):
                 await self._send_until(done.num_tokens // self.sender.block_size, done.layers)
             positions = self._seq.handoff_positions(self.sender.block_size)
+            end = positions[-1] + 1 if positions else 0  # a policy may keep nothing
             for layers in self._level_layers():
-                await self._send_until(positions[-1] + 1, layers)
+                await self._send_until(end, layers)
             self.blocks_sent = len([p for p in positions if p not in self.sender.held])
             with self._timed():
                 await self.sender.commit(done)

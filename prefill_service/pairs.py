@@ -18,7 +18,7 @@ from baton.cluster.workers import WorkerLink
 from baton.engine.kv_cache import KVCache
 from baton.engine.sequence import Sequence
 from baton.engine.transfer import shm, torch_dist
-from baton.engine.transfer.base import PayloadLink, TransportFailed
+from baton.engine.transfer.base import HandoffRefused, PayloadLink, TransportFailed
 from baton.engine.transfer.payload import SequenceReader
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
@@ -56,6 +56,8 @@ class Pairs:
         """Raises HandoffRefused when the two caches do not match."""
         layout = self._cache.layout
         block_size = handoff_block_size(layout, destination.offer.layout)
+        if not seq.kv_policy.is_full and layout.block_size != destination.offer.layout.block_size:
+            raise HandoffRefused(f"kv_policy {seq.kv_policy.name} needs blocks of one size")
         reader = SequenceReader(
             self._cache.in_blocks_of(block_size),
             seq,

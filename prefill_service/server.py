@@ -52,6 +52,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             output=output,
             choice=choice,
             cache_salt=request.cache_salt,
+            kv_policy=request.kv_policy,
             due_at=due_at(request, time.monotonic()),
             pins=pins_from_pb(request.pins),
             open_sender=partial(self._pairs.sender, request.destination)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.async_engine import AsyncEngine, Stream
 from baton.engine.kv_layout import KVLayout
+from baton.engine.policy_blocks import refusal
 from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import Progress, ScheduledBatch, Sequence, StepOutput
@@ -60,6 +61,7 @@ class PrefillJob:
     prompt: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    kv_policy: str = ""
     output: list[int] = field(default_factory=list)
     choice: int | None = None
     """With `output`: one choice that goes on here."""
@@ -119,11 +121,10 @@ class PrefillWorker:
 
     def _sequence(self, job: PrefillJob) -> Sequence:
         config = self._engine.engine.scheduler.config
+        policy = config.policy(job.kv_policy)
         num_tokens = len(job.prompt) + len(job.output)
-        if num_tokens > config.capacity:
-            raise ValueError(
-                f"a prompt of {num_tokens} tokens can never fit this worker's {config.capacity}"
-            )
+        if reason := refusal(config, policy, len(job.prompt), num_tokens):
+            raise ValueError(f"the prompt can never fit this worker: {reason}")
         return Sequence(
             job.prompt,
             job.sampling,
@@ -131,6 +132,7 @@ class PrefillWorker:
             choice=job.choice,
             fingerprint=config.fingerprint,
             kv_dtype=config.kv_dtype,
+            kv_policy=policy,
             cache_salt=job.cache_salt,
             due_at=job.due_at,
         )

@@ -14,6 +14,7 @@ from typing import Protocol
 from baton.cluster.ledger import Trail
 from baton.cluster.prefix_index import PromptBlocks
 from baton.cluster.workers import WorkerRecord
+from baton.kv_policy import FULL, KVPolicy
 from baton.v1 import common_pb2
 from router.calls import WorkerFault
 from router.generation import Delta, Generation
@@ -65,6 +66,7 @@ class Job:
     pins: tuple[tuple[int, float], ...] = ()
     """Leading tokens to keep cached, and for how many seconds."""
     explain: bool = False
+    kv_policy: KVPolicy = FULL
 
     def waited_s(self) -> float:
         return time.monotonic() - self.arrived_at
@@ -123,13 +125,15 @@ class Leg:
             n,
             self.job.targets,
             self.job.waited_s(),
+            kv_policy=self.job.kv_policy,
         )
 
     @cached_property
     def blocks(self) -> PromptBlocks:
         """Of what prefill has to compute."""
         token_ids = [*self.job.prompt_token_ids, *self.output_token_ids]
-        return PromptBlocks(token_ids, self.job.cache_salt, self.job.cache_key)
+        job = self.job
+        return PromptBlocks(token_ids, job.cache_salt, job.cache_key, job.kv_policy)
 
     @property
     def pins(self) -> list[common_pb2.CachePin]:

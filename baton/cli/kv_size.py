@@ -15,6 +15,7 @@ from baton.cluster.errors import SettingsError
 from baton.cluster.values import format_size, parse_size
 from baton.engine.kv_layout import DTYPE_BYTES, KVLayout, kv_dtype
 from baton.engine.model_config import ModelConfig
+from baton.kv_policy import FULL, KVPolicy, parse_policy
 
 _DTYPES = {
     "bfloat16": "bfloat16",
@@ -40,6 +41,7 @@ class Question:
     window: int | None = None
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"
+    kv_policy: str = "full"
     block_size: int = 16
     tokens: int = 4096
     params: str | None = None
@@ -49,22 +51,27 @@ class Question:
 @dataclass(frozen=True)
 class CacheShape:
     """`window`: tokens that a token sees at most, None if some layer sees them all.
-    `num_heads`: query heads, if known."""
+    `num_heads`: query heads, if known. `policy`: what is kept of a prompt."""
 
     layout: KVLayout
     window: int | None = None
     num_heads: int | None = None
+    policy: KVPolicy = FULL
 
     def bytes_for(self, tokens: int) -> int:
         """Of one sequence of so many tokens. A quantized one holds whole blocks and its tail."""
         held = min(tokens, self.most_held(tokens))
-        if self.layout.quantized is None:
+        states = self.policy.num_states(tokens)
+        if self.layout.quantized is None and not states:
             return held * self.layout.bytes_per_token
         blocks = -(-held // self.layout.block_size) + self.layout.num_tail_blocks
-        return blocks * self.layout.bytes_per_block
+        return (blocks - -states // self.layout.states_per_block) * self.layout.bytes_per_block
 
     def most_held(self, tokens: int) -> int:
-        """Tokens whose blocks are kept: those of the window, to whole blocks."""
+        """Tokens whose blocks are kept: those of the window, to whole blocks, and of a prompt what
+        the policy keeps."""
+        if not self.policy.is_full:
+            return self.policy.kept_in_step(tokens, tokens, self.layout.block_size)
         if self.window is None:
             return tokens
         return (-(-self.window // self.layout.block_size) + 1) * self.layout.block_size
@@ -81,6 +88,9 @@ def kv_size(question: Question) -> None:
 def answer(question: Question) -> list[str]:
     """The lines to print."""
     shape, weight_bytes = _shape(question)
+    shape = replace(shape, policy=_policy(question.kv_policy))
+    if shape.policy.keeps_state and shape.layout.quantized is not None:
+        raise SettingsError("--kv-policy h2o does not go with --kv-dtype.")
     tokens, memory = question.tokens, _memory(question.memory)
     one = shape.bytes_for(tokens)
     lines = [
@@ -140,7 +150,11 @@ def _notes(shape: CacheShape, tokens: int) -> Iterator[str]:
         tail = layout.num_tail_blocks * layout.bytes_per_block
         newest = f"{layout.num_tail_blocks} blocks more per sequence, {decimal(tail)}"
         yield _line("newest tokens", newest)
-    if shape.window is not None and shape.most_held(tokens) < tokens:
+    if not shape.policy.is_full:
+        states = shape.policy.num_states(tokens)
+        held = f"{shape.policy}: {shape.most_held(tokens):,} of {tokens:,} tokens are kept"
+        yield _line("policy", held + (f", with the states of {states:,}" if states else ""))
+    elif shape.window is not None and shape.most_held(tokens) < tokens:
         held = f"{shape.window:,}: at most {shape.most_held(tokens):,} tokens are kept"
         yield _line("window", held)
 
@@ -236,6 +250,13 @@ def _model_folder(model: str) -> Path:
         return resolve(model).path
     except StoreError as error:
         raise SettingsError(str(error)) from error
+
+
+def _policy(text: str) -> KVPolicy:
+    try:
+        return parse_policy(text)
+    except ValueError as error:
+        raise SettingsError(f"--kv-policy: {error}.") from error
 
 
 def _memory(text: str) -> int:

@@ -178,6 +178,9 @@ def kv_size(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Element type the model computes in.")] = "bfloat16",
     kv_dtype: Annotated[str, typer.Option(help="auto, fp8, int8 or int4.")] = "auto",
+    kv_policy: Annotated[
+        str, typer.Option(help="What is kept, such as streaming(sinks=4,window=1024).")
+    ] = "full",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Length of a sequence.")] = 4096,
     params: Annotated[str | None, typer.Option(help="Parameters, such as 135M or 70B.")] = None,
@@ -197,6 +200,7 @@ def kv_size(
             window,
             dtype,
             kv_dtype,
+            kv_policy,
             block_size,
             tokens,
             params,

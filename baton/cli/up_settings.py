@@ -10,11 +10,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from baton.cluster.settings import (
+    KV_POLICY,
     BlockSize,
     Count,
     DecodePrefills,
     DType,
     KVDType,
+    KVPolicyText,
     LogLevel,
     Millis,
     Name,
@@ -35,6 +37,7 @@ _WORKERS = "a whole number from 0 to 64"
 WORKER_FIELDS = (
     "dtype",
     "kv_dtype",
+    "kv_policy",
     "kv_memory",
     "num_blocks",
     "block_size",
@@ -90,6 +93,7 @@ class UpSettings(Settings):
     )
     dtype: DType | None = option(None, "as for a worker", "bfloat16 or float32")
     kv_dtype: KVDType | None = option(None, "as for a worker", "auto, fp8, int8 or int4")
+    kv_policy: KVPolicyText | None = option(None, "as for a worker", KV_POLICY)
     kv_memory: Size | None = option(None, "as for a worker, each", "a size such as 512MiB or 2GiB")
     num_blocks: Count | None = option(None, "as for a worker", _COUNT)
     block_size: BlockSize | None = option(None, "as for a worker", "a power of two from 1 to 256")

@@ -17,6 +17,7 @@ from pydantic_settings import NoDecode
 from baton.cluster.redis_client import connect
 from baton.cluster.settings_source import Settings, choices, fail, load_or_exit, option
 from baton.cluster.values import parse_cores, parse_size, parse_targets
+from baton.kv_policy import parse_policy
 from baton.speculate import parse_speculation
 
 __all__ = [
@@ -62,6 +63,10 @@ def _speculate(value: str) -> str:
     return value
 
 
+def _kv_policy(value: str) -> str:
+    return str(parse_policy(value))
+
+
 def _cores(value: object) -> tuple[int, ...] | None:
     return parse_cores(value)  # type: ignore[arg-type]
 
@@ -77,6 +82,7 @@ Origins = Annotated[str, AfterValidator(_origins)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Millis = Annotated[float, Field(gt=0, le=86_400_000)]
+KVPolicyText = Annotated[str, AfterValidator(_kv_policy)]
 NamedTargets = Annotated[str, AfterValidator(_named_targets)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
@@ -89,6 +95,10 @@ Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S+$")]
 
 _SHARE = "a share from 0 to 1"
 _SPECULATE = "off, ngram, ngram(match=3, tokens=8) or draft(MODEL, tokens=4)"
+KV_POLICY = (
+    "full, streaming(sinks=4,window=1024), snapkv(budget=0.25) or h2o(budget=512), with any window "
+    "of at least 1 and a budget in tokens or up to 100 % of the prompt"
+)
 _COUNT = "a whole number of at least 1"
 _SECONDS = "a positive number of seconds, at most 86400"
 _MILLIS = "a positive number of milliseconds, at most 86400000"
@@ -215,6 +225,9 @@ class WorkerSettings(CommonSettings):
     dtype: DType = option("bfloat16", "element type of weights and cache", choices(DType))
     kv_dtype: KVDType = option(
         "auto", "how the KV cache is kept: as the model computes, or quantized", choices(KVDType)
+    )
+    kv_policy: KVPolicyText = option(
+        "full", "what a sequence keeps in its KV cache, of requests that name nothing", KV_POLICY
     )
     block_size: BlockSize = option(
         16, "tokens per KV block", f"a power of two from 1 to {MAX_BLOCK_SIZE}"

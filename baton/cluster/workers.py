@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import orjson
 
+from baton.kv_policy import KVPolicy, states_per_block
 from baton.step_totals import StepTotals
 
 
@@ -80,8 +81,23 @@ class WorkerRecord:
     links: tuple[WorkerLink, ...] = ()
     chunk_size: int = 512
     """Token budget of one of its steps."""
+    kv_policy: str = "full"
+    """Of requests that name none."""
+    kv_policies: tuple[str, ...] = ("full",)
+    """Names of those that its model and cache can have."""
     profile: tuple[StepTotals, ...] = ()
     """Steps that it measured at its start."""
+
+    def can_hold(self, policy: KVPolicy, num_prompt_tokens: int, num_tokens: int) -> bool:
+        """Whether a sequence that grows to `num_tokens` would fit into it if it were alone."""
+        if policy.is_full:
+            return num_tokens <= self.max_model_len
+        layout, size = self.layout, self.layout.block_size
+        table, compact, states = policy.blocks(num_tokens, num_prompt_tokens, size)
+        value_bytes = 4 if layout.dtype.endswith("float32") else 2
+        tail = -(-states // states_per_block(size, layout.head_dim, value_bytes))
+        within = policy.is_endless or num_tokens <= self.max_model_len
+        return within and table + compact + tail <= self.num_blocks
 
     def to_json(self) -> bytes:
         return orjson.dumps(self)
@@ -97,6 +113,7 @@ class WorkerRecord:
             raw["profile"] = tuple(
                 StepTotals(**_known(StepTotals, totals)) for totals in raw.get("profile", ())
             )
+            raw["kv_policies"] = tuple(raw.get("kv_policies", ("full",)))
             raw["links"] = tuple(_link(link) for link in raw.get("links", ()))
             return cls(**_known(cls, raw))
         except (KeyError, TypeError, AttributeError) as error:

@@ -202,7 +202,10 @@ class BlockManager:
     # --- sequences --------------------------------------------------------------------------
 
     def publish_computed(self, seq: TokenSequence) -> None:
-        """Publishes the blocks that computation has filled since the last call."""
+        """Publishes the blocks that computation has filled since the last call, as long as the
+        table holds all tokens."""
+        if seq.num_dropped_tokens or not seq.kv_policy.shares_prefix:
+            return
         hashes = seq.full_block_hashes(self.block_size, seq.num_computed_tokens)
         for position in range(seq.num_published_blocks, len(hashes)):
             parent = hashes[position - 1] if position else b""
@@ -226,7 +229,9 @@ class BlockManager:
 
     def known_of_handoff(self, seq: TokenSequence) -> list[int]:
         """Leading blocks that a hand-off of all of `seq`'s tokens need not bring: outside every
-        window of what follows, or cached here."""
+        window of what follows, or cached here. A cache that lacks tokens is shared with nobody."""
+        if seq.dropped_of(seq.num_initial_tokens, self.block_size):
+            return []
         outside = self.num_outside(len(seq.token_ids))
         return [NO_BLOCK] * outside + self.match_prefix(self._reusable_hashes(seq)[outside:])
 
@@ -256,12 +261,13 @@ class BlockManager:
 
     def release_sequence(self, seq: TokenSequence) -> None:
         self.release(seq.held_blocks)
-        seq.block_table, seq.tail_blocks = [], []
+        seq.block_table, seq.tail_blocks, seq.compact_blocks = [], [], []
 
     def _reusable_hashes(self, seq: TokenSequence) -> list[bytes]:
         if not self.enable_prefix_cache:
             return []
-        return seq.full_block_hashes(self.block_size, len(seq.token_ids) - 1)
+        reusable = seq.kv_policy.reusable(len(seq.token_ids), seq.num_prompt_tokens)
+        return seq.full_block_hashes(self.block_size, reusable)
 
     def _match_window(self, hashes: Sequence[bytes]) -> list[int]:
         """The longest prefix of which all that its next token sees is cached."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from baton.kv_policy import FULL, KVPolicy, parse_policy
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -22,6 +24,12 @@ class EngineConfig:
     kv_dtype: str = "bfloat16"
     num_tail_blocks: int = 0
     """Blocks that each sequence holds for its newest tokens, beside those of its table."""
+    kv_policy: KVPolicy = FULL
+    """Of requests that name none."""
+    kv_policies: tuple[str, ...] = ("full",)
+    """Names of those that a request may have."""
+    states_per_block: int = 1
+    """Cached tokens whose state (of a policy that keeps one) fits into a block."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -40,6 +48,18 @@ class EngineConfig:
                 f"num_blocks ({self.num_blocks}) must be above the {self.num_tail_blocks} that a "
                 "sequence of a quantized cache holds for its newest tokens"
             )
+
+    def policy(self, text: str) -> KVPolicy:
+        """Of a request that says `text`, or nothing. ValueError names the field."""
+        if not text:
+            return self.kv_policy
+        try:
+            policy = parse_policy(text)
+        except ValueError as error:
+            raise ValueError(f"kv_policy: {error}") from error
+        if policy.name not in self.kv_policies:
+            raise ValueError(f"kv_policy: {policy.name} cannot be had with this model and cache")
+        return policy
 
     @property
     def capacity(self) -> int:

@@ -75,9 +75,10 @@ class DecodeScheduler(Scheduler):
         return True
 
     def _slot(self, seq: Sequence, batch: ScheduledBatch) -> bool:
-        position = seq.num_computed_tokens // self.blocks.block_size
+        position = seq.num_kept_tokens // self.blocks.block_size
         grows = position == len(seq.block_table)
-        shared = [] if grows else [(seq.block_table, position)]
+        written = range(len(seq.block_table)) if seq.kv_policy.keeps_state else (position,)
+        shared = [(seq.block_table, i) for i in written if i < len(seq.block_table)]
         shared += [(seq.tail_blocks, i) for i in range(len(seq.tail_blocks))]
         shared = [(table, i) for table, i in shared if self.blocks.is_shared(table[i])]
         if self.blocks.num_available < grows + len(shared):
@@ -96,7 +97,8 @@ class DecodeScheduler(Scheduler):
         self.blocks.release_sequence(seq)
         parked = not seq.num_uncomputed_tokens  # a beam that has been heard: idle until it grows
         seq.recompute_below = max(seq.recompute_below, seq.num_computed_tokens)
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_dropped_tokens = 0
+        seq.retention = None
         seq.num_published_blocks = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.engine.kv.quantized_sizes import QuantizedSizes
 from baton.engine.model_config import ModelConfig
+from baton.kv_policy import states_per_block
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -82,6 +83,11 @@ class KVLayout:
         if self.quantized is None:
             return 0
         return -(-self._full_block_bytes // self.quantized.row_bytes)
+
+    @property
+    def states_per_block(self) -> int:
+        value_bytes = DTYPE_BYTES[self.compute_dtype]
+        return states_per_block(self.block_size, self.head_dim, value_bytes)
 
     @property
     def bytes_per_token(self) -> int:

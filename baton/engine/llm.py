@@ -13,14 +13,17 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.kv.policies import check_policy
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout
 from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
+from baton.engine.policy_blocks import refusal
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, SampledToken, Sequence, StepOutput
 from baton.engine.speculation.build import add_drafts
+from baton.kv_policy import parse_policy
 from baton.speculate import parse_speculation
 
 
@@ -38,8 +41,8 @@ class Choice:
 
 class LLM:
     """`path` is a model folder in Hugging Face layout; other arguments as in EngineConfig,
-    and `kv_dtype`: "auto" (as the model), "fp8", "int8" or "int4"; `speculate` as in
-    `baton.speculate`."""
+    `kv_dtype`: "auto" (as the model), "fp8", "int8" or "int4"; `speculate` and `kv_policy` as
+    `baton.speculate` and `baton.kv_policy` read them."""
 
     def __init__(
         self,
@@ -53,9 +56,12 @@ class LLM:
         enable_prefix_cache: bool = True,
         kv_dtype: str = "auto",
         speculate: str = "off",
+        kv_policy: str = "full",
     ) -> None:
         model, model_config = load_model(Path(path), dtype)
         layout = KVLayout.of(model_config, block_size, kv_layout.kv_dtype(kv_dtype, dtype))
+        policy = parse_policy(kv_policy)
+        check_policy(policy, model_config, layout)
         self.config = EngineConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -66,6 +72,8 @@ class LLM:
             eos_token_ids=model_config.eos_token_ids,
             kv_dtype=layout.dtype,
             num_tail_blocks=layout.num_tail_blocks,
+            kv_policy=policy,
+            states_per_block=layout.states_per_block,
         )
         cache = KVCache(layout, num_blocks)
         blocks = BlockManager(
@@ -104,13 +112,11 @@ class LLM:
     def _sequence(self, prompt: ListOf[int], sampling: SamplingParams) -> Sequence:
         if not prompt:
             raise ValueError("a prompt must have at least one token")
+        policy = self.config.kv_policy
         longest = len(prompt) + sampling.max_tokens
-        if longest > self.config.capacity:
-            raise ValueError(
-                f"prompt ({len(prompt)}) plus max_tokens ({sampling.max_tokens}) is beyond the "
-                f"{self.config.capacity} tokens that fit"
-            )
-        return Sequence(prompt, sampling, kv_dtype=self.config.kv_dtype)
+        if reason := refusal(self.config, policy, len(prompt), longest):
+            raise ValueError(f"prompt and max_tokens do not fit: {reason}")
+        return Sequence(prompt, sampling, kv_dtype=self.config.kv_dtype, kv_policy=policy)
 
 
 def _collect(choices: list[Choice], output: StepOutput) -> None:

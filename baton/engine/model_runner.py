@@ -7,11 +7,21 @@ and where; knows nothing of queues, sampling or who owns a block.
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.engine.kv_cache import DTYPES, KVCache
+from baton.engine.kv_stores import KVStore
+from baton.engine.masks import (
+    Streams,
+    anchors_of,
+    decode_mask,
+    kernel_streams,
+    prefill_mask,
+    sink_mask,
+)
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.ops.attention import (
     AttentionBatch,
@@ -23,6 +33,7 @@ from baton.engine.ops.attention import (
     Window,
 )
 from baton.engine.quantized_tables import QuantizedTables
+from baton.engine.retention import Retention
 from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 
 OnLayers = Callable[[ScheduledBatch, range], None]
@@ -48,6 +59,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.on_layers: OnLayers | None = None
         self._windows: tuple[Window, ...] = tuple(dict.fromkeys(config.windows))
+        self._store = KVStore.of(layout, DTYPES[layout.compute_dtype])
         self._quantized: QuantizedTables | None = None
         if layout.quantized is not None:
             self._quantized = QuantizedTables(layout, self._windows)
@@ -69,7 +81,8 @@ class ModelRunner:
             end = start + item.num_new_tokens
             token_ids += item.new_token_ids
             positions += range(start, end)
-            slots += self._slots(item.seq.block_table, start, end)
+            dropped = item.seq.num_dropped_tokens
+            slots += self._slots(item.seq.block_table, start - dropped, end - dropped)
         rows = None if len(sampling) == len(token_ids) else torch.tensor(sampling, dtype=torch.long)
         hidden = self.model.forward(
             torch.tensor(token_ids),
@@ -106,7 +119,7 @@ class ModelRunner:
         return self._attention_batch(items, slots)
 
     def _paged_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> PagedBatch:
-        lengths = [item.seq.num_computed_tokens + item.num_new_tokens for item in items]
+        lengths = [item.seq.num_kept_tokens + item.num_new_tokens for item in items]
         width = self._num_blocks(max(lengths))
         table = array("i")
         starts = [0]
@@ -121,21 +134,29 @@ class ModelRunner:
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
             self.kv_cache.layout.block_size,
+            kernel_streams(items, self._windows),
+            anchors_of(items),
+            Retention.of(items, self._store),
         )
 
     def _attention_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> AttentionBatch:
+        beside: Any = {
+            "anchors": anchors_of(items),
+            "retention": Retention.of(items, self._store),
+        }
         num_decodes = 0
         while num_decodes < len(items) and items[num_decodes].num_new_tokens == 1:
             num_decodes += 1
         if self._quantized is not None:
-            return AttentionBatch(slots, quantized=self._quantized.batch(items, num_decodes))
+            quantized = self._quantized.batch(items, num_decodes)
+            return AttentionBatch(slots, quantized=quantized, **beside)
         prefills = []
         start = num_decodes
         for item in items[num_decodes:]:
             prefills.append(self._prefill_chunk(item, start))
             start += item.num_new_tokens
         decodes = self._decode_group(items[:num_decodes]) if num_decodes else None
-        return AttentionBatch(slots, decodes, tuple(prefills))
+        return AttentionBatch(slots, decodes, tuple(prefills), **beside)
 
     def _decode_group(self, items: ListOf[ScheduledSequence]) -> DecodeGroup:
         size = self.kv_cache.layout.block_size
@@ -148,10 +169,16 @@ class ModelRunner:
             count = self._num_blocks(length)
             # A short row is padded with a block of its own: it never reads another sequence's.
             table += blocks[:count] + blocks[:1] * (width - count)
-        masks = {
-            window: _decode_mask(lengths, window, self.model.dtype) for window in self._windows
-        }
-        return DecodeGroup(len(items), longest, self._rows(table, len(items)), masks)
+        streams, dtype = Streams.of(items), self.model.dtype
+        ends = torch.tensor(lengths).unsqueeze(1) - 1
+        sinks = {w: sink_mask(ends, w, streams, dtype) for w in self._windows}
+        return DecodeGroup(
+            len(items),
+            longest,
+            self._rows(table, len(items)),
+            {w: decode_mask(lengths, w, streams, dtype) for w in self._windows},
+            {w: None if mask is None else mask[:, None, None] for w, mask in sinks.items()},
+        )
 
     def _prefill_chunk(self, item: ScheduledSequence, start: int) -> PrefillChunk:
         size = self.kv_cache.layout.block_size
@@ -160,11 +187,11 @@ class ModelRunner:
         rows = None
         if computed:
             rows = self._rows(item.seq.seen_blocks[: self._num_blocks(length)])
-        masks = {
-            window: _prefill_mask(computed, length, window, self.model.dtype)
-            for window in self._windows
-        }
-        return PrefillChunk(start, start + new, length, rows, masks)
+        streams, dtype = Streams.of([item]), self.model.dtype
+        masks = {w: prefill_mask(computed, length, w, streams, dtype) for w in self._windows}
+        queries = torch.arange(computed, length).unsqueeze(1)
+        sinks = {w: sink_mask(queries, w, streams, dtype) for w in self._windows}
+        return PrefillChunk(start, start + new, length, rows, masks, sinks)
 
     def _rows(self, block_ids: list[int], num_seqs: int = 1) -> Rows:
         first = block_ids[0]
@@ -187,30 +214,3 @@ def _sampling_rows(items: ListOf[ScheduledSequence]) -> list[int]:
         if item.samples:
             rows += range(end - 1 - len(item.draft), end)
     return rows
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-
-
-def _decode_mask(lengths: list[int], window: Window, dtype: torch.dtype) -> Tensor | None:
-    longest = max(lengths)
-    if min(lengths) == longest and (window is None or window >= longest):
-        return None
-    ends = torch.tensor(lengths).unsqueeze(1)
-    positions = torch.arange(longest)
-    visible = positions < ends
-    if window is not None:
-        visible &= positions >= ends - window
-    return _additive(visible[:, None, None], dtype)
-
-
-def _prefill_mask(computed: int, length: int, window: Window, dtype: torch.dtype) -> Tensor | None:
-    if computed == 0 and (window is None or window >= length):
-        return None
-    queries = torch.arange(computed, length).unsqueeze(1)
-    positions = torch.arange(length)
-    visible = positions <= queries
-    if window is not None:
-        visible &= positions > queries - window
-    return _additive(visible, dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as ListOf
 
+from baton.engine import policy_blocks
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import (
     Progress,
@@ -25,6 +26,7 @@ class PrefillScheduler(Scheduler):
         self.running.remove(seq)
         self.held.append(seq)
         seq.status = SequenceStatus.HELD
+        policy_blocks.trim(self.blocks, seq)
         return [
             self._output(seq, token, choice, seq.num_output_tokens, progress)
             for choice, token in zip(seq.choices, tokens, strict=True)

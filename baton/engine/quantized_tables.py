@@ -8,6 +8,7 @@ from torch import Tensor
 from baton.engine.kv.codec import BlockCodec
 from baton.engine.kv_cache import DTYPES
 from baton.engine.kv_layout import KVLayout
+from baton.engine.masks import Streams, additive, sink_mask, visible
 from baton.engine.ops.attention import Window
 from baton.engine.ops.quantized_attention import (
     QuantizedBatch,
@@ -46,18 +47,20 @@ class QuantizedTables:
         places = torch.arange(width * self._size).expand(len(items), -1)
         tail = num_full.unsqueeze(1) * self._size + torch.arange(self._size)
         readable = places < (num_full * self._size).unsqueeze(1)
-        visible = torch.cat((readable, torch.arange(self._size) <= slots.unsqueeze(1)), dim=1)
+        seen = torch.cat((readable, torch.arange(self._size) <= slots.unsqueeze(1)), dim=1)
         places = torch.cat((places, tail), dim=1)
-        ends = positions.unsqueeze(1)
-        masks = {w: _mask(visible, places, ends, w)[:, None, None] for w in self._windows}
+        ends, streams = positions.unsqueeze(1), Streams.of(items)
+        masks = {w: _mask(seen, places, ends, w, streams)[:, None, None] for w in self._windows}
+        sinks = {w: sink_mask(ends, w, streams, torch.float32) for w in self._windows}
         filled = torch.nonzero(slots == self._size - 1).flatten()
         filled_rows = [tables[i][int(num_full[i])] for i in filled.tolist()]
         return QuantizedDecodes(
             torch.tensor(rows, dtype=torch.long).view(len(items), width),
             torch.tensor([item.seq.tail_blocks for item in items]),
             slots,
-            visible,
+            seen,
             masks,
+            {w: None if mask is None else mask[:, None, None] for w, mask in sinks.items()},
             filled,
             torch.tensor(filled_rows, dtype=torch.long),
         )
@@ -71,14 +74,14 @@ class QuantizedTables:
             torch.arange(num_full * self._size),
             torch.arange(num_before * self._size, end),
         )
-        visible = torch.cat(
+        seen = torch.cat(
             (
                 full // self._size < queries // self._size,
                 (fresh // self._size == queries // self._size) & (fresh <= queries),
             ),
             dim=1,
         )
-        places = torch.cat((full, fresh))
+        places, streams = torch.cat((full, fresh)), Streams.of([item])
         return QuantizedChunk(
             start,
             start + item.num_new_tokens,
@@ -86,12 +89,13 @@ class QuantizedTables:
             torch.tensor(table[num_before:num_full], dtype=torch.long),
             torch.tensor([item.seq.tail_blocks]),
             first - num_before * self._size,
-            {w: _mask(visible, places, queries, w) for w in self._windows},
+            {w: _mask(seen, places, queries, w, streams) for w in self._windows},
+            {w: sink_mask(queries, w, streams, torch.float32) for w in self._windows},
         )
 
 
-def _mask(visible: Tensor, places: Tensor, queries: Tensor, window: Window) -> Tensor:
+def _mask(
+    seen: Tensor, places: Tensor, queries: Tensor, window: Window, streams: Streams | None
+) -> Tensor:
     """Additive, float32."""
-    if window is not None:
-        visible = visible & (places > queries - window)
-    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+    return additive(seen & visible(places, queries, window, streams), torch.float32)

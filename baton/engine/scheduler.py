@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
+from baton.engine import policy_blocks
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.finish import finish_reason
@@ -172,11 +173,14 @@ class Scheduler:
                     return other
         return None
 
-    @staticmethod
-    def _chunk(seq: Sequence, batch: ScheduledBatch, budget: int) -> int:
-        size = min(seq.num_uncomputed_tokens, budget)
-        batch.items.append(ScheduledSequence(seq, size))
-        return size
+    def _chunk(self, seq: Sequence, batch: ScheduledBatch, budget: int) -> int:
+        start = seq.num_computed_tokens
+        end = min(len(seq.token_ids), start + budget)
+        if not seq.kv_policy.is_full:
+            end = min(end, policy_blocks.step_end(self.config, self.blocks, seq, end))
+        if end > start:
+            batch.items.append(ScheduledSequence(seq, end - start))
+        return end - start
 
     def _start(self, seq: Sequence) -> bool:
         """Gives a waiting sequence the blocks of all its tokens, cached ones where known."""
@@ -184,13 +188,13 @@ class Scheduler:
         if self.running and slots + len(seq.choices) > self.config.max_num_seqs:
             return False
         reused = self.blocks.reusable_prefix(seq)
-        num_tail = self.blocks.num_tail_blocks
-        num_new = self.blocks.blocks_for(len(seq.token_ids)) - len(reused) + num_tail
-        if not self._may_start(seq, num_new, reused):
+        need = policy_blocks.need(self.config, seq, len(seq.token_ids))
+        if not self._may_start(seq, need.total - len(reused), reused):
             return False
         self.blocks.reuse(reused)
-        new = self.blocks.allocate(num_new)
-        seq.tail_blocks, seq.block_table = new[:num_tail], reused + new[num_tail:]
+        seq.tail_blocks = self.blocks.allocate(need.tail)
+        seq.block_table = reused + self.blocks.allocate(need.table - len(reused))
+        seq.compact_blocks = self.blocks.allocate(need.compact)
         seq.num_computed_tokens = len(reused) * self.blocks.block_size
         seq.num_published_blocks = len(reused)
         if not seq.num_preemptions:
@@ -215,6 +219,8 @@ class Scheduler:
         self.prefill_tokens_computed += max(0, prompt - again)
         self.blocks.publish_computed(seq)
         self.blocks.give_back_outside(seq)
+        if not seq.kv_policy.is_full:
+            policy_blocks.drop(self.blocks, seq)
 
     def _output(
         self, seq: Sequence, token: SampledToken, choice: int, index: int, progress: Progress

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from baton.block_hash import block_hash, root_hash
+from baton.block_hash import block_hash, policy_name, root_hash
 from baton.engine.sampling_params import SamplingParams
+from baton.kv_policy import FULL, KVPolicy
 from baton.step_totals import StepTotals
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Sequence:
         choice: int | None = None,
         fingerprint: str = "",
         kv_dtype: str = "bfloat16",
+        kv_policy: KVPolicy = FULL,
         cache_salt: str = "",
         due_at: float = math.inf,
     ) -> None:
@@ -81,7 +83,14 @@ class Sequence:
         self.block_table: list[int] = []
         self.tail_blocks: list[int] = []
         """Of a quantized cache: where the newest tokens are until they fill a block."""
+        self.compact_blocks: list[int] = []
+        """Where what the policy keeps of the prompt will go; empty once it is there."""
         self.num_computed_tokens = 0
+        self.num_dropped_tokens = 0
+        """Computed, and not kept: the others lie in the table side by side."""
+        self.kv_policy = kv_policy
+        self.retention: object | None = None
+        """What the model runner keeps of a prompt until the policy has chosen from it."""
         self.num_cached_tokens = 0
         self.num_published_blocks = 0
         self.num_preemptions = 0
@@ -91,7 +100,7 @@ class Sequence:
         self.beams: BeamGroup | None = None
         """The group of a beam search that it belongs to; set by the scheduler."""
         self._hashes: list[bytes] = []
-        self._root = root_hash(fingerprint, kv_dtype, cache_salt)
+        self._root = root_hash(fingerprint, policy_name(kv_dtype, str(kv_policy)), cache_salt)
 
     @property
     def choice(self) -> int:
@@ -109,7 +118,16 @@ class Sequence:
     @property
     def held_blocks(self) -> list[int]:
         """Every block that it has a reference to; a hand-off names them by place in this list."""
-        return self.block_table + self.tail_blocks
+        return self.block_table + self.tail_blocks + self.compact_blocks
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Computed tokens in the cache, or before a window; the slot of the next one."""
+        return self.num_computed_tokens - self.num_dropped_tokens
+
+    def dropped_of(self, num_tokens: int, block_size: int) -> int:
+        """Tokens that its policy does not keep of the first `num_tokens` once computed."""
+        return num_tokens - self.kv_policy.kept(num_tokens, self.num_prompt_tokens, block_size)
 
     @property
     def seen_blocks(self) -> list[int]:
@@ -118,17 +136,18 @@ class Sequence:
 
     def num_seen_tokens(self, block_size: int) -> int:
         """Computed tokens in those blocks."""
-        return self.num_computed_tokens - self.num_outside_blocks * block_size
+        return self.num_kept_tokens - self.num_outside_blocks * block_size
 
     def handoff_positions(self, block_size: int) -> list[int]:
         """Places in `held_blocks` of what a hand-off of the initial tokens ships: all blocks, or
-        the full ones and, if there is a rest, the tail."""
-        full, rest = divmod(self.num_initial_tokens, block_size)
+        the full ones and, if there is a rest, the tail; with the policy's state if it has one."""
+        kept = self.num_initial_tokens - self.dropped_of(self.num_initial_tokens, block_size)
+        full, rest = divmod(kept, block_size)
         num_blocks = full + (rest > 0)
-        if not self.tail_blocks:
-            return list(range(num_blocks))
-        tail = range(num_blocks, num_blocks + len(self.tail_blocks)) if rest else ()
-        return [*range(full), *tail]
+        tail = range(num_blocks, num_blocks + len(self.tail_blocks))
+        if not self.tail_blocks or self.kv_policy.keeps_state:
+            return [*range(num_blocks), *tail]
+        return [*range(full), *(tail if rest else ())]
 
     @property
     def num_uncomputed_tokens(self) -> int:

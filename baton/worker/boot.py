@@ -18,6 +18,7 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine, Runner
+from baton.engine.kv.policies import check_policy, policies_of
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
@@ -29,6 +30,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.speculation.build import add_drafts
 from baton.engine.transfer import shm
 from baton.engine.transfer.shm import SharedMemory
+from baton.kv_policy import parse_policy
 from baton.speculate import parse_speculation
 from baton.store import StoredModel, StoreError, resolve
 from baton.worker.profile import Profile, profile
@@ -58,6 +60,8 @@ def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
         model_config = ModelConfig.from_hf(json.loads((stored.path / "config.json").read_text()))
         dtype = kv_dtype(settings.kv_dtype, settings.dtype)
         layout = KVLayout.of(model_config, settings.block_size, dtype, stored.fingerprint)
+        policy = parse_policy(settings.kv_policy)
+        check_policy(policy, model_config, layout)
         num_blocks = _num_blocks(settings, layout)
         model, model_config = load_model(stored.path, settings.dtype)
     except (StoreError, ValueError) as error:
@@ -162,6 +166,9 @@ def _engine_config(
             fingerprint=layout.fingerprint,
             kv_dtype=layout.dtype,
             num_tail_blocks=layout.num_tail_blocks,
+            kv_policy=parse_policy(settings.kv_policy),
+            kv_policies=policies_of(model, layout),
+            states_per_block=layout.states_per_block,
         )
     except ValueError as error:
         raise SettingsError(str(error)) from error

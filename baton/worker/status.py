@@ -59,6 +59,8 @@ class WorkerStatus:
             load=self.load(),
             links=self.activity.transfers.links(),
             chunk_size=self.parts.config.chunk_size,
+            kv_policy=str(self.parts.config.kv_policy),
+            kv_policies=self.parts.config.kv_policies,
             profile=self.parts.profile,
         )
 

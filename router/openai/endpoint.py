@@ -170,6 +170,7 @@ class Endpoint:
                 cache_salt=prepared.cache_salt,
                 cache_key=prepared.cache_key,
                 pins=tuple(pins),
+                kv_policy=prepared.kv_policy,
                 queue_deadline=now + settings.queue_timeout_s,
                 deadline=deadline,
                 trail=ledger.trail(),

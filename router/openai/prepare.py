@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.cluster.workers import Role, WorkerRecord
+from baton.kv_policy import KVPolicy
 from baton.v1 import common_pb2
 from router.openai.cache_control import take_marks
 from router.openai.errors import ApiError, invalid
 from router.openai.fields import Message, Prompt
-from router.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router.openai.policies import PolicyOptions
+from router.openai.schema import MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
 from router.text import StopPatterns, TemplateError, TextModel
 
 DEFAULT_COMPLETION_TOKENS = 16
+NO_CHOICE = PolicyOptions()
 # The sampler keeps at least one token: this keeps exactly the most likely one.
 LEAST_TOP_P = 1e-6
 
@@ -29,6 +32,20 @@ class Limits:
 
     prompt: int
     total: int
+    context: int = MAX_TOKENS
+    """The model's own."""
+    policies: PolicyOptions = NO_CHOICE
+    workers: Sequence[WorkerRecord] = ()
+
+    def can_hold(self, policy: KVPolicy, num_prompt_tokens: int, num_tokens: int) -> bool:
+        """Whether some prefill worker can hold the prompt, and some decode worker all of it."""
+        longest = {Role.PREFILL: num_prompt_tokens, Role.DECODE: num_tokens}
+        roles = {worker.role for worker in self.workers}
+        return roles == {
+            worker.role
+            for worker in self.workers
+            if worker.can_hold(policy, num_prompt_tokens, longest[worker.role])
+        }
 
 
 class Pinned(NamedTuple):
@@ -50,6 +67,7 @@ class Prepared:
     cache_salt: str
     cache_key: str
     pins: list[list[Pinned]]
+    kv_policy: KVPolicy
     stream: bool
     include_usage: bool
     timing: bool
@@ -60,7 +78,13 @@ def limits_of(model: TextModel, workers: Iterable[WorkerRecord]) -> Limits:
     decode = max((w.max_model_len for w in own if w.role is Role.DECODE), default=math.inf)
     prefill = max((w.max_model_len for w in own if w.role is Role.PREFILL), default=math.inf)
     total = int(min(model.max_model_len, decode))
-    return Limits(prompt=int(min(total, prefill)), total=total)
+    return Limits(
+        prompt=int(min(total, prefill)),
+        total=total,
+        context=model.max_model_len,
+        policies=PolicyOptions.of(own),
+        workers=own,
+    )
 
 
 async def prepare_chat(body: ChatBody, model: TextModel, limits: Limits) -> Prepared:
@@ -136,9 +160,10 @@ def _prepare(
     _check_token_ids("stop_token_ids", body.stop_token_ids or (), model)
     n = body.num_choices if body.use_beam_search else max(best_of or 1, body.num_choices)
     ranked = n > body.num_choices  # ranking needs the logprob of every drawn token
+    policy = limits.policies.choose(body, limits.context)
     sampling = []
     for prompt in prompts:
-        max_tokens = _max_tokens(len(prompt), limits, asked, default, param)
+        max_tokens = _max_tokens(len(prompt), limits, policy, asked, default, param)
         _check_min_tokens(body, max_tokens)
         reported = 0 if ranked and logprobs is None else logprobs
         sampling.append(_sampling(body, n, max_tokens, reported))
@@ -153,6 +178,7 @@ def _prepare(
         cache_salt=body.cache_salt or "",
         cache_key=body.prompt_cache_key or "",
         pins=[_whole(prompt, body.cache_control) for prompt in prompts],
+        kv_policy=policy,
         stream=bool(body.stream),
         include_usage=body.include_usage,
         timing=bool(body.timing),
@@ -181,13 +207,25 @@ def _check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
 
 
 def _max_tokens(
-    num_prompt_tokens: int, limits: Limits, asked: int | None, default: int | None, param: str
+    num_prompt_tokens: int,
+    limits: Limits,
+    policy: KVPolicy,
+    asked: int | None,
+    default: int | None,
+    param: str,
 ) -> int:
     room = limits.total - num_prompt_tokens
-    wanted = asked or 1
-    if num_prompt_tokens > limits.prompt or room < wanted:
+    if policy.is_endless:
+        room = max(room, limits.total)  # of an answer whose length nobody gave
+    elif num_prompt_tokens > limits.prompt or room < (asked or 1):
         raise _too_long(num_prompt_tokens, limits, asked, param)
-    return asked or min(default or room, room)
+    max_tokens = asked or min(default or room, room)
+    if not policy.is_full and not limits.can_hold(
+        policy, num_prompt_tokens, num_prompt_tokens + max_tokens
+    ):
+        message = f"No worker can hold {num_prompt_tokens + max_tokens} tokens under {policy}."
+        raise invalid(param, message, "context_length_exceeded")
+    return max_tokens
 
 
 def _too_long(num_prompt_tokens: int, limits: Limits, asked: int | None, param: str) -> ApiError:

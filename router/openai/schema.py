@@ -99,6 +99,7 @@ class GenerationBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_control: Annotated[int | None, BeforeValidator(parse_cache_control)] = None
+    kv_policy: Annotated[str, Field(max_length=200)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
     early_stopping: bool | Literal["never"] | None = None

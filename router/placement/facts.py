@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.cluster.workers import WorkerRecord
+from baton.kv_policy import FULL, KVPolicy
 from router.targets import Targets
 
 
@@ -21,6 +22,11 @@ class RequestFacts:
     targets: Targets = field(default_factory=Targets)
     waited_s: float = 0.0
     number: int = 0
+    kv_policy: KVPolicy = FULL
+
+    def kept_tokens(self, block_size: int) -> int:
+        """Of the prompt, in the cache that decode goes on with."""
+        return self.kv_policy.kept(self.num_prompt_tokens, self.num_prompt_tokens, block_size)
 
     @property
     def needs_decode(self) -> bool:

@@ -63,7 +63,7 @@ class Options:
         self._must_wait = not ready
         self._by_layout: dict[KVLayout, list[Candidate]] = {}
         for prefill in self.prefills:
-            self._by_layout.setdefault(prefill.record.layout.exchanged, []).append(prefill)
+            self._by_layout.setdefault(self._exchanged(prefill), []).append(prefill)
         self._busy = {c.record.worker_id for c in decodes if not self._may_queue(c)}
         self.decodes = [c for c in decodes if self._decode_has_room(c) and self._usable(c)]
         if not self.decodes and (request.needs_decode or not self.prefills):
@@ -71,11 +71,11 @@ class Options:
 
     def match(self, prefill: Candidate, decode: Candidate) -> bool:
         """Whether the one can hand over to the other."""
-        return prefill.record.layout.exchanged == decode.record.layout.exchanged
+        return self._exchanged(prefill) == self._exchanged(decode)
 
     def matching(self, decode: Candidate) -> Sequence[Candidate]:
         """Prefill workers that can hand over to `decode`."""
-        return self._by_layout.get(decode.record.layout.exchanged, ())
+        return self._by_layout.get(self._exchanged(decode), ())
 
     def may_prefill(self, decode: Candidate) -> bool:
         """Whether `decode` may compute the prompt itself."""
@@ -132,6 +132,11 @@ class Options:
 
     # --- who may serve ----------------------------------------------------------------------
 
+    def _exchanged(self, candidate: Candidate) -> KVLayout:
+        """A policy that drops tokens counts in blocks of one size."""
+        layout = candidate.record.layout
+        return layout.exchanged if self.request.kv_policy.is_full else layout
+
     def _nothing(self, decodes: list[Candidate]) -> NoWorker | NoRoom:
         if not decodes:
             return NoWorker(Role.DECODE if self.request.needs_decode else Role.PREFILL)
@@ -143,10 +148,11 @@ class Options:
         return bool(self.matching(decode)) or self.may_prefill(decode)
 
     def _fits(self, candidate: Candidate) -> bool:
-        record, tokens = candidate.record, self.request.num_prompt_tokens
+        record, request = candidate.record, self.request
+        prompt = tokens = request.num_prompt_tokens
         if record.role is Role.DECODE:
-            tokens += self.request.max_tokens
-        return not record.load.draining and record.max_model_len >= tokens
+            tokens += request.max_tokens
+        return not record.load.draining and record.can_hold(request.kv_policy, prompt, tokens)
 
     def _prefill_has_room(self, candidate: Candidate) -> bool:
         if candidate.requests == 0 or math.isinf(self._rules.backlog_s):
@@ -165,6 +171,6 @@ class Options:
             return False
         # As decode promises them: blocks for the prompt, and one more per choice.
         size = record.layout.block_size
-        wanted = -(-self.request.num_prompt_tokens // size) + n
+        wanted = -(-self.request.kept_tokens(size) // size) + n
         held = candidate.cached_tokens // size
         return candidate.free_blocks >= min(wanted, record.num_blocks) - held

@@ -46,7 +46,8 @@ class Pricing:
         if key not in self._steps:
             request, step_s = self._request, self._predictor.step_s
             record, now = decode.record, decode.requests
-            context = request.n * (request.num_prompt_tokens + self._output / 2)
+            kept = request.kept_tokens(decode.record.layout.block_size)
+            context = request.n * (kept + self._output / 2)
             before = step_s(record, now, decode.tokens) if now else 0.0
             after = step_s(record, now + request.n, decode.tokens + context)
             self._steps[key] = before, max(after, before)
@@ -80,7 +81,8 @@ class Pricing:
     def pair(self, prefill: Candidate, decode: Candidate) -> Cost:
         before, after = self.steps_s(decode)
         uncached, total = self.uncached(prefill), self._request.num_prompt_tokens
-        missing = max(total - decode.cached_tokens, 1)
+        kept = self._request.kept_tokens(decode.record.layout.block_size)
+        missing = max(kept - decode.cached_tokens, 1)
         token_bytes = bytes_per_token(decode.record.layout)
         # What earlier chunks computed has been sent beside the computing of later ones.
         exposed = min(missing, uncached, prefill.record.chunk_size) * token_bytes

@@ -20,12 +20,14 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
+from baton.engine.kv.policies import policies_of
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_runner import ModelRunner
 from baton.engine.prefill_scheduler import PrefillScheduler
 from baton.engine.sampler import Sampler
+from baton.kv_policy import parse_policy
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
@@ -88,6 +90,9 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         fingerprint="tiny",
         kv_dtype=dtype,
         num_tail_blocks=layout.num_tail_blocks,
+        kv_policy=parse_policy(settings.kv_policy),
+        kv_policies=policies_of(model_config, layout),
+        states_per_block=layout.states_per_block,
     )
     blocks = BlockManager(
         num_blocks,

@@ -138,3 +138,18 @@ def test_numbers_of_parameters_are_read_with_their_unit() -> None:
         70_000_000_000,
         42,
     ]
+
+
+def test_a_policy_counts_what_is_kept_and_its_states() -> None:
+    """Of 4,096 tokens: 1,024; 512, one that comes, and two blocks of states."""
+    snapkv = ask(**SMOLLM2, kv_policy="snapkv(budget=0.25)")
+    assert "1,024 of 4,096 tokens are kept" in snapkv and f"{1024 * 23040:,} B" in snapkv
+    h2o = ask(**SMOLLM2, kv_policy="h2o(budget=512)")
+    assert "with the states of 513" in h2o and f"{(33 + 2) * 16 * 23040:,} B" in h2o
+    assert "1,072 of 8,192" in ask(**SMOLLM2, kv_policy="streaming", tokens=8192)
+
+
+@pytest.mark.parametrize("policy", ["lru", "streaming(window=0)", "snapkv(budget=101%)"])
+def test_a_wrong_policy_is_a_sentence(policy: str) -> None:
+    with pytest.raises(SettingsError, match="--kv-policy: "):
+        ask(**SMOLLM2, kv_policy=policy)

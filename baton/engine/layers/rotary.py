@@ -11,6 +11,9 @@ from torch import Tensor
 
 from baton.engine.rope_config import RopeConfig
 
+_FAR = 1 << 17
+"""Beyond, float32 no longer tells the angles of neighbours apart well enough."""
+
 
 class RotaryEmbedding:
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
@@ -19,6 +22,9 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(n, 1, head_dim) cosines and signed sines of the positions, see `ops.rope`."""
         angles = positions.to(torch.float32).unsqueeze(1) * self.inv_freq
+        if len(positions) and int(positions.max()) > _FAR:
+            exact = positions.to(torch.float64).unsqueeze(1) * self.inv_freq.to(torch.float64)
+            angles = exact.remainder(2 * math.pi).to(torch.float32)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         full_cos = torch.cat((cos, cos), dim=1).to(dtype)
         full_sin = torch.cat((-sin, sin), dim=1).to(dtype)

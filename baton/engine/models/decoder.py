@@ -6,6 +6,7 @@ value; gate and up) and never change afterwards.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from baton.engine.ops.logits import LogitsHead
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.quantized_attention import quantized_attention
 from baton.engine.ops.rope import Rope, apply_rope_, rotate_and_store
+from baton.engine.ops.sinks import Anchors
 
 
 class Attention:
@@ -42,7 +44,8 @@ class Attention:
         self.out = fused_linear(source, prefix, (("o_proj", hidden),), q_size, config.o_bias)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        self.window, self.rotary_dim = config.windows[layer], config.rotary_dim
+        self.layer, self.window = layer, config.windows[layer]
+        self.rotary_dim = config.rotary_dim
         self.rotates_whole_heads = config.rotary_dim == config.head_dim
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.qk_norm = _head_norms(config, prefix, source) if config.qk_norm else None
@@ -53,16 +56,44 @@ class Attention:
         n = x.shape[0]
         qkv = self.qkv(x).view(n, -1, self.head_dim)
         kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
-        q, how = qkv[:, : self.num_heads], (self.window, self.scale, self.softcap)
+        q = qkv[:, : self.num_heads]
+        anchored = None if batch.anchors is None else self._anchored(q, batch.anchors)
+        how = (self.window, self.scale, self.softcap, anchored)
         if isinstance(batch, PagedBatch) and rope is not None and self.rotates_whole_heads:
             norm, slot_mapping = self.qk_norm, batch.slot_mapping
             rotate_and_store(qkv, rope, norm, self.eps, cache[0], slot_mapping, self.num_heads)
-            return paged_attention(q, kv, cache, batch, *how).reshape(n, -1)
+            out = paged_attention(q, kv, cache, batch, *how)
+        else:
+            out = self._attend(qkv, rope, kv, cache, batch, anchored)
+        if batch.retention is not None:
+            batch.retention.after(self.layer, q, cache, self.scale, self.softcap)
+        return out.reshape(n, -1)
+
+    def _attend(
+        self,
+        qkv: Tensor,
+        rope: Rope | None,
+        kv: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: Batch,
+        anchored: Tensor | None,
+    ) -> Tensor:
         self._rotate(qkv, rope)
+        q, how = qkv[:, : self.num_heads], (self.window, self.scale, self.softcap, anchored)
         if isinstance(batch, AttentionBatch) and batch.quantized is not None:
-            return quantized_attention(q, kv, cache[1], batch.quantized, *how).reshape(n, -1)
+            return quantized_attention(q, kv, cache[1], batch.quantized, *how)
         write_kv(kv, cache[0], batch.slot_mapping)
-        return paged_attention(q, kv, cache, batch, *how).reshape(n, -1)
+        return paged_attention(q, kv, cache, batch, *how)
+
+    def _anchored(self, q: Tensor, anchors: Anchors) -> Tensor:
+        """The queries (n, head, head_dim) as sinks meet them."""
+        rope = anchors.ropes[self.window is not None] if anchors.ropes else None
+        assert rope is not None, "only rotary positions can be anchored"
+        heads = q.to(rope[0].dtype, copy=True)
+        if self.qk_norm is not None:
+            heads = rms_norm(heads, self.qk_norm[: self.num_heads], self.eps)
+        apply_rope_(heads[..., : self.rotary_dim], *rope)
+        return heads.to(q.dtype)
 
     def _rotate(self, qkv: Tensor, rope: Rope | None) -> None:
         heads = qkv[:, : self.num_heads + self.num_kv_heads]
@@ -162,7 +193,11 @@ class DecoderModel:
         is needed: the last layer does no other. `on_layer` hears how many layers have written
         the KV of all tokens."""
         x = self._embed(token_ids, positions)
-        ropes = self._ropes(positions, isinstance(batch, PagedBatch))
+        wide = isinstance(batch, PagedBatch)
+        ropes = self._ropes(positions, wide)
+        if (anchors := batch.anchors) is not None:
+            anchored = self._ropes(anchors.positions, wide)
+            batch = replace(batch, anchors=Anchors(anchors.positions, anchored))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             place = (cache.slots[index], cache.tables[index])

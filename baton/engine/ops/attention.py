@@ -8,18 +8,34 @@ index tensors are made once per step and shared by all layers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.ops.cpu.kernels import kernels, takes_heads
+from baton.engine.ops.cpu.kernels import Streams, kernels, takes_heads
+from baton.engine.ops.sinks import Anchors, SinkView, attend_with_sinks
 
 if TYPE_CHECKING:
     from baton.engine.ops.quantized_attention import QuantizedBatch
 
 Window = int | None
+
+
+class Retention(Protocol):
+    """Hears of each layer whose attention is computed."""
+
+    def after(
+        self,
+        layer: int,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        scale: float | None,
+        softcap: float | None,
+    ) -> None: ...
+
+
 Rows = Tensor | int
 """Where the context of some sequences is in a layer's table: the rows of all their key blocks,
 then of their value blocks. A lone sequence whose blocks are consecutive needs only the number of
@@ -29,25 +45,28 @@ the first: it is read in place."""
 @dataclass(frozen=True)
 class DecodeGroup:
     """Sequences with one query token. `masks[window]` is (sequence, 1, 1, max_context), None
-    when every sequence sees all of it."""
+    when every sequence sees all of it; `sinks[window]`, if there is one, is
+    (sequence, 1, 1, sinks)."""
 
     num_seqs: int
     max_context: int
     rows: Rows
     masks: Mapping[Window, Tensor | None]
+    sinks: Mapping[Window, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
     """Query tokens [start, end) of the batch, the last of `context_len` tokens. `rows` is None
     when nothing precedes the chunk: its keys are the ones just computed. `masks[window]` is
-    (end - start, context_len); None means plain causal."""
+    (end - start, context_len); None means plain causal; `sinks[window]` (end - start, sinks)."""
 
     start: int
     end: int
     context_len: int
     rows: Rows | None
     masks: Mapping[Window, Tensor | None]
+    sinks: Mapping[Window, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,19 +78,26 @@ class AttentionBatch:
     decodes: DecodeGroup | None = None
     prefills: Sequence[PrefillChunk] = field(default_factory=tuple)
     quantized: "QuantizedBatch | None" = None
+    anchors: Anchors | None = None
+    """Of a batch with sinks."""
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True)
 class PagedBatch:
     """Sequence s has the queries [starts[s], starts[s + 1]) of the batch, the last of lengths[s]
     tokens. `tables` is (sequence, block), `starts` (sequences + 1), `lengths` (sequence), all
-    int32; entries of `tables` past a sequence's end or before all windows are never followed."""
+    int32; entries of `tables` past a sequence's end or before all windows are never followed.
+    With sinks, `streams[window]` says what each sequence sees in layers of that window."""
 
     slot_mapping: Tensor
     tables: Tensor
     starts: Tensor
     lengths: Tensor
     block_size: int
+    streams: Mapping[Window, Streams] = field(default_factory=dict)
+    anchors: Anchors | None = None
+    retention: Retention | None = None
 
 
 Batch = AttentionBatch | PagedBatch
@@ -95,16 +121,18 @@ def paged_attention(
     window: Window,
     scale: float | None = None,
     softcap: float | None = None,
+    anchored: Tensor | None = None,
 ) -> Tensor:
     """Attention output (n, head, head_dim) of queries (n, head, head_dim). `kv` holds the
     batch's own keys and values, (n, key|value, kv_head, head_dim), already written to the cache
     whose layer `cache` is (slots, table). `scale` (default 1 / root of head_dim) multiplies the
-    logits; `softcap` then bends them into (-softcap, softcap)."""
+    logits; `softcap` then bends them into (-softcap, softcap). `anchored` is the batch's queries
+    as they meet sinks, if it has any."""
     slots, table = cache
     if isinstance(batch, PagedBatch):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return attention_in_place(q, slots, batch, window, scale)
-    how = (window, scale, softcap)
+        return attention_in_place(q, slots, batch, window, scale, anchored)
+    how = (window, scale, softcap, anchored)
     if not batch.prefills and batch.decodes is not None:
         return _decode(q, kv, table, batch.decodes, *how)
     outputs = []
@@ -116,7 +144,12 @@ def paged_attention(
 
 
 def attention_in_place(
-    q: Tensor, slots: Tensor, batch: PagedBatch, window: Window, scale: float
+    q: Tensor,
+    slots: Tensor,
+    batch: PagedBatch,
+    window: Window,
+    scale: float,
+    anchored: Tensor | None = None,
 ) -> Tensor:
     """As `paged_attention`, of queries that may be a slice of wider rows."""
     loaded = kernels()
@@ -130,6 +163,8 @@ def attention_in_place(
         batch.block_size,
         window,
         scale,
+        batch.streams.get(window),
+        anchored,
     )
 
 
@@ -159,12 +194,16 @@ def _decode(
     window: Window,
     scale: float | None,
     softcap: float | None,
+    anchored: Tensor | None,
 ) -> Tensor:
     b, num_heads, head_dim = q.shape
     keys, values = _context(table, group.rows, kv, b, group.max_context)
     # The query heads that share a KV head become query positions, so KV is read once.
-    folded = q.view(b, kv.shape[2], num_heads // kv.shape[2], head_dim)
-    out = attend(folded, keys, values, group.masks[window], scale, softcap)
+    shape = (b, kv.shape[2], num_heads // kv.shape[2], head_dim)
+    sinks = None
+    if anchored is not None and (mask := group.sinks.get(window)) is not None:
+        sinks = SinkView(anchored[:b].reshape(shape), mask)
+    out = attend(q.view(shape), keys, values, group.masks[window], scale, softcap, sinks=sinks)
     return out.reshape(b, num_heads, head_dim)
 
 
@@ -176,6 +215,7 @@ def _prefill(
     window: Window,
     scale: float | None,
     softcap: float | None,
+    anchored: Tensor | None,
 ) -> Tensor:
     n, num_heads, head_dim = q.shape
     if chunk.rows is None:
@@ -185,7 +225,12 @@ def _prefill(
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     # (kv_head, group, ...): a KV head is broadcast over its group without copying it.
-    query = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    by_head = (n, num_kv_heads, group, head_dim)
+    query = q.view(by_head).permute(1, 2, 0, 3)
+    sinks = None
+    if anchored is not None and (mask := chunk.sinks.get(window)) is not None:
+        own = anchored[chunk.start : chunk.end]
+        sinks = SinkView(own.reshape(by_head).permute(1, 2, 0, 3), mask)
     shape = (num_kv_heads, group, chunk.context_len, head_dim)
     out = attend(
         query,
@@ -195,6 +240,7 @@ def _prefill(
         scale,
         softcap,
         is_causal=n > 1,
+        sinks=sinks,
     )
     return out.permute(2, 0, 1, 3).reshape(n, num_heads, head_dim)
 
@@ -207,8 +253,12 @@ def attend(
     scale: float | None,
     softcap: float | None,
     is_causal: bool = False,
+    sinks: SinkView | None = None,
 ) -> Tensor:
     """`mask` is additive; without one, `is_causal` says whether the last queries see less."""
+    if sinks is not None:
+        assert mask is not None, "whoever has sinks does not see everything"
+        return attend_with_sinks(query, sinks, keys, values, mask, scale, softcap)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=mask is None and is_causal, scale=scale

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.engine.kv.codec import BlockCodec
 from baton.engine.ops.attention import Window, attend
+from baton.engine.ops.sinks import SinkView
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,16 @@ class TailStore:
 class QuantizedDecodes:
     """Sequences with one query token. `rows` (sequence, width) are their full blocks, padded;
     `visible` (sequence, width * block_size + block_size) says what may be read of those and of
-    the tail, `masks[window]` (sequence, 1, 1, …) adds the window. The tails of `filled` become
-    the blocks `filled_rows`."""
+    the tail, `masks[window]` (sequence, 1, 1, …) adds the window, `sinks[window]` (sequence, 1, 1,
+    sinks) is what the anchored query sees. The tails of `filled` become the blocks
+    `filled_rows`."""
 
     rows: Tensor
     tail_rows: Tensor
     slots: Tensor
     visible: Tensor
     masks: Mapping[Window, Tensor]
+    sinks: Mapping[Window, Tensor | None]
     filled: Tensor
     filled_rows: Tensor
 
@@ -55,7 +58,8 @@ class QuantizedDecodes:
 class QuantizedChunk:
     """Query tokens [start, end) of the batch. `rows` are the full blocks before the chunk,
     `new_rows` those that it fills; `tail_len` tokens of the tail precede it in its first block.
-    `masks[window]` is (end - start, tokens in `rows` and `new_rows`, then tail and chunk)."""
+    `masks[window]` is (end - start, tokens in `rows` and `new_rows`, then tail and chunk),
+    `sinks[window]` (end - start, sinks)."""
 
     start: int
     end: int
@@ -64,6 +68,7 @@ class QuantizedChunk:
     tail_rows: Tensor
     tail_len: int
     masks: Mapping[Window, Tensor]
+    sinks: Mapping[Window, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,11 @@ def quantized_attention(
     window: Window,
     scale: float | None = None,
     softcap: float | None = None,
+    anchored: Tensor | None = None,
 ) -> Tensor:
     """As `paged_attention`, and writes `kv` into the cache whose layer is `table`, (block,
     bytes)."""
-    how = (window, scale, softcap)
+    how = (window, scale, softcap, anchored)
     outputs = []
     if batch.decodes is not None:
         n = len(batch.decodes.slots)
@@ -104,6 +110,7 @@ def _decode(
     window: Window,
     scale: float | None,
     softcap: float | None,
+    anchored: Tensor | None,
 ) -> Tensor:
     b, num_heads, head_dim = q.shape
     picked, tails = store.read(table, group.tail_rows)
@@ -115,8 +122,12 @@ def _decode(
     # What is not visible may be anything, also no number.
     context.masked_fill_(~group.visible[..., None, None, None], 0.0)
     keys, values = context.permute(2, 0, 3, 1, 4)
-    folded = q.float().view(b, kv.shape[2], -1, head_dim)
-    out = attend(folded, keys, values, group.masks[window], scale, softcap)
+    shape = (b, kv.shape[2], -1, head_dim)
+    sinks = None
+    if anchored is not None and (mask := group.sinks[window]) is not None:
+        sinks = SinkView(anchored[:b].float().view(shape), mask)
+    folded = q.float().view(shape)
+    out = attend(folded, keys, values, group.masks[window], scale, softcap, sinks=sinks)
     if len(group.filled):
         table.index_copy_(0, group.filled_rows, store.codec.encode(tails[group.filled]))
     return out.reshape(b, num_heads, head_dim).to(q.dtype)
@@ -131,6 +142,7 @@ def _prefill(
     window: Window,
     scale: float | None,
     softcap: float | None,
+    anchored: Tensor | None,
 ) -> Tensor:
     n, num_heads, head_dim = q.shape
     codec, size = store.codec, store.codec.sizes.block_size
@@ -145,9 +157,13 @@ def _prefill(
     before = codec.decode(torch.cat((table.index_select(0, chunk.rows), new)))
     context = torch.cat((before.flatten(0, 1), fresh.float()))
     keys, values = context.permute(1, 2, 0, 3).unsqueeze(2)
-    query = q.float().view(n, kv.shape[2], -1, head_dim).permute(1, 2, 0, 3)
+    by_head = (n, kv.shape[2], -1, head_dim)
+    query = q.float().view(by_head).permute(1, 2, 0, 3)
+    sinks = None
+    if anchored is not None and (mask := chunk.sinks[window]) is not None:
+        own = anchored[chunk.start : chunk.end].float()
+        sinks = SinkView(own.view(by_head).permute(1, 2, 0, 3), mask)
     shape = (*query.shape[:2], -1, -1)
-    out = attend(
-        query, keys.expand(shape), values.expand(shape), chunk.masks[window], scale, softcap
-    )
+    keys, values = keys.expand(shape), values.expand(shape)
+    out = attend(query, keys, values, chunk.masks[window], scale, softcap, sinks=sinks)
     return out.permute(2, 0, 1, 3).reshape(n, num_heads, head_dim).to(q.dtype)

@@ -141,9 +141,9 @@ def longest_draft(seq: Sequence, blocks: BlockManager) -> int:
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    """Whether one token is fed and one is drawn."""
+    """Whether one token is fed and one is drawn. What a policy has dropped cannot be taken back."""
     seq = item.seq
-    one_choice = len(seq.choices) == 1 and seq.sampling.beam is None
+    one_choice = len(seq.choices) == 1 and seq.sampling.beam is None and seq.kv_policy.is_full
     return item.samples and item.num_new_tokens == 1 and one_choice
 
 

@@ -12,6 +12,7 @@ import os
 from ctypes import c_float, c_int, c_long, c_void_p
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +44,15 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     + (c_void_p,) * 3
     + (c_long,) * 4
     + (c_int,),
-    "baton_attention": (c_void_p,) * 7 + (c_long,) * 8 + (c_float, c_int),
+    "baton_attention": (c_void_p,) * 10 + (c_long,) * 8 + (c_float, c_int),
 }
+
+
+class Streams(NamedTuple):
+    """Of each sequence, int32: the window it sees (0: everything) and its sinks."""
+
+    windows: Tensor
+    sinks: Tensor
 
 
 class Kernels:
@@ -142,8 +150,11 @@ class Kernels:
         block_size: int,
         window: int | None,
         scale: float,
+        streams: Streams | None = None,
+        anchored: Tensor | None = None,
     ) -> Tensor:
-        """`q` (n, head, head_dim) may be a slice of wider rows; see `ops.attention`."""
+        """`q` (n, head, head_dim) may be a slice of wider rows; see `ops.attention`. `streams`
+        takes the place of `window`; sinks are met by the queries `anchored`, shaped as `q`."""
         n, num_heads, head_dim = q.shape
         out = torch.empty(n, num_heads, head_dim, dtype=torch.bfloat16)
         self._attention(
@@ -154,6 +165,9 @@ class Kernels:
             tables.data_ptr(),
             starts.data_ptr(),
             lengths.data_ptr(),
+            None if anchored is None else anchored.data_ptr(),
+            None if streams is None else streams.windows.data_ptr(),
+            None if streams is None else streams.sinks.data_ptr(),
             lengths.shape[0],
             q.stride(0),
             tables.shape[1],

@@ -22,6 +22,9 @@ struct Call {
   const int32_t* tables;  // (sequence, table_width)
   const int32_t* starts;   // (sequences + 1) first query of each
   const int32_t* lengths;  // (sequence) context including its queries
+  const bf16* anchored;    // (tokens, num_heads, head_dim) queries that meet sinks, or null
+  const int32_t* windows;  // (sequence), or null: all have `window`
+  const int32_t* sinks;    // (sequence), or null
   long q_stride, table_width, num_heads, num_kv_heads, head_dim, block_size, window;
   float scale;  // of the scores, times log2(e)
 };
@@ -68,13 +71,31 @@ class Pass {
     before_ = context_ - queries;
     column_ = item.column;
     columns_ = std::min(kColumns, queries * group_ - item.column);
+    window_ = call.windows ? call.windows[item.seq] : call.window;
+    sinks_ = call.sinks ? call.sinks[item.seq] : 0;
   }
 
   void run(const Tiles& tiles) {
-    load_queries();
-    const long wide = (columns_ + kTile - 1) / kTile * kTile;
+    begin();
     const long oldest = s_.position[0], newest = s_.position[columns_ - 1];
-    from_ = call_.window ? std::max(0L, oldest - call_.window + 1) : 0;
+    if (sinks_) {
+      const long window = window_;
+      window_ = 0;
+      load_queries(call_.anchored, call_.num_heads * call_.head_dim);
+      from_ = 0, limit_ = std::min(sinks_, context_);
+      see(tiles, oldest, std::min(newest, limit_ - 1));
+      window_ = window;
+    }
+    load_queries(call_.q, call_.q_stride);
+    from_ = std::max(sinks_, window_ ? oldest - window_ + 1 : 0), limit_ = context_;
+    see(tiles, oldest, newest);
+    store();
+  }
+
+ private:
+  // Tokens [from, limit) as far as `newest`.
+  void see(const Tiles& tiles, long oldest, long newest) {
+    const long wide = (columns_ + kTile - 1) / kTile * kTile;
     locate(from_ / kTokens * kTokens);
     for (long token = from_ / kTokens * kTokens; token <= newest; token += kTokens) {
       load_tokens();
@@ -82,8 +103,8 @@ class Pass {
       for (long c = 0; c < wide; c += kGroup)
         tiles.multiply<false>(s_.keys, dim_, s_.queries + c * dim_, dim_, s_.scores + c, kColumns,
                               kTokens, wide - c);
-      const bool partly = token + kTokens - 1 > oldest ||
-                          (call_.window && token <= newest - call_.window);
+      const bool partly = token + kTokens - 1 > oldest || token < from_ ||
+                          token + kTokens > limit_ || (window_ && token <= newest - window_);
       for (long c = 0; c < wide; c += kTile)
         partly ? softmax<true>(token, c) : softmax<false>(token, c);
       for (long c = 0; c < wide; c += kGroup)
@@ -92,23 +113,24 @@ class Pass {
                                s_.values + d / kGroup * kGroupDepth, kTokens,
                                s_.out + c * dim_ + d, dim_, std::min(kGroup, wide - c), kGroup);
     }
-    store();
   }
 
- private:
   long query_of(long c) const { return first_query_ + (column_ + c) / group_; }
   long head_of(long c) const { return kv_head_ * group_ + (column_ + c) % group_; }
 
-  void load_queries() {
-    std::memset(s_.queries, 0, dim_ * kColumns * sizeof(bf16));
+  void begin() {
     std::memset(s_.out, 0, dim_ * kColumns * sizeof(float));
     for (long c = 0; c < kColumns; c++) {
       s_.largest[c] = -3e38f;
       s_.total[c] = 0;
-      s_.position[c] = -1;
-      if (c >= columns_) continue;
-      s_.position[c] = (int32_t)(before_ + (column_ + c) / group_);
-      const bf16* q = call_.q + query_of(c) * call_.q_stride + head_of(c) * call_.head_dim;
+      s_.position[c] = c < columns_ ? (int32_t)(before_ + (column_ + c) / group_) : -1;
+    }
+  }
+
+  void load_queries(const bf16* from, long stride) {
+    std::memset(s_.queries, 0, dim_ * kColumns * sizeof(bf16));
+    for (long c = 0; c < columns_; c++) {
+      const bf16* q = from + query_of(c) * stride + head_of(c) * call_.head_dim;
       for (long d = 0; d < call_.head_dim; d += 2)
         std::memcpy(s_.queries + c / kGroup * kGroup * dim_ + d / kDepth * kGroupDepth +
                         c % kGroup / kTile * kGroupDepth / 2 + d % kDepth / 2 * kDepth +
@@ -121,7 +143,7 @@ class Pass {
   // hardware does not foresee the next one.
   void locate(long token) {
     begin_ = std::max(0L, from_ - token);
-    end_ = std::max(0L, std::min(kTokens, context_ - token));
+    end_ = std::max(0L, std::min(kTokens, limit_ - token));
     long block = token / call_.block_size, offset = token % call_.block_size;
     const long token_size = call_.num_kv_heads * call_.head_dim;
     for (long t = 0; t < end_; t++) {
@@ -186,9 +208,10 @@ class Pass {
 
   __mmask16 visible(long token, __m512i position) const {
     const __m512i at = _mm512_set1_epi32((int32_t)token);
+    if (token < from_ || token >= limit_) return 0;
     __mmask16 mask = _mm512_cmple_epi32_mask(at, position);
-    if (call_.window) {
-      const __m512i end = _mm512_add_epi32(at, _mm512_set1_epi32((int32_t)call_.window));
+    if (window_) {
+      const __m512i end = _mm512_add_epi32(at, _mm512_set1_epi32((int32_t)window_));
       mask &= _mm512_cmpgt_epi32_mask(end, position);
     }
     return mask;
@@ -262,7 +285,9 @@ class Pass {
   Scratch& s_;
   const int32_t* table_;
   long group_, dim_, kv_head_, first_query_, context_, before_, column_, columns_;
-  long from_ = 0;  // the oldest token that any column sees; older blocks may be another's by now
+  long window_ = 0, sinks_ = 0;
+  // Tokens [from, limit) are looked at; blocks before the oldest that is may be another's by now.
+  long from_ = 0, limit_ = 0;
   long at_[kTokens], begin_ = 0, end_ = 0;  // where tokens [begin, end) of the step at hand are
 };
 
@@ -273,15 +298,18 @@ using namespace baton;
 
 // q (tokens, num_heads, head_dim) with `q_stride` values from token to token; head_dim even and at
 // most 256. Sequence s has the queries starts[s] to starts[s + 1], the last of lengths[s] tokens,
-// whose keys and values are all in the cache. window 0: no window.
+// whose keys and values are all in the cache. window 0: no window. The first sinks[s] tokens are
+// met by the queries `anchored`, whatever the window; the three pointers may be null.
 extern "C" void baton_attention(const bf16* q, bf16* out, const bf16* keys, const bf16* values,
                                 const int32_t* tables, const int32_t* starts,
-                                const int32_t* lengths, long sequences, long q_stride,
+                                const int32_t* lengths, const bf16* anchored,
+                                const int32_t* windows, const int32_t* sinks, long sequences,
+                                long q_stride,
                                 long table_width, long num_heads, long num_kv_heads, long head_dim,
                                 long block_size, long window, float scale, int threads) {
-  const Call call{q,        out,         keys,      values,       tables,   starts,     lengths,
-                  q_stride, table_width, num_heads, num_kv_heads, head_dim, block_size, window,
-                  scale * 1.44269504f};
+  const Call call{q,        out,     keys,  values,   tables,      starts,
+                  lengths,  anchored, windows, sinks, q_stride,    table_width,
+                  num_heads, num_kv_heads, head_dim, block_size, window, scale * 1.44269504f};
   const long group = num_heads / num_kv_heads;
   // Passes of a sequence, counted from the last: the longest come first, so threads end together.
   const auto passes = [&](long s) {
