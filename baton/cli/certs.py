@@ -4,6 +4,7 @@ Only talks and reads the arguments; what a certificate says and who may read whi
 `baton.cluster.tls`'s.
 """
 
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from baton.cluster.tls import authority as tls
+from baton.cluster.tls.keeper import Keeper
 from baton.cluster.tls.peers import ROLES
 
 app = typer.Typer(
@@ -60,6 +62,23 @@ def renew(
     for folder in folders:
         renewed = tls.renew(authority, folder, always=force)
         typer.echo(f"{'renewed ' if renewed else 'not due '} {_line(folder)}")
+
+
+@app.command()
+def keep(
+    folder: Annotated[Path, typer.Argument(help="Gets a folder for each role.")],
+    host: Annotated[
+        list[str], typer.Option(help="Name or address of workers and gateway; repeat for more.")
+    ],
+    hours: Annotated[float, typer.Option(min=0.001, help="Life of the certificates.")] = 24.0,
+    authority: Authority = HERE,
+) -> None:
+    """Make an authority and certificates for a whole cluster, and renew them until stopped."""
+    keeper = Keeper(authority, folder, host, timedelta(hours=hours))
+    while True:
+        due_s = keeper.renew()
+        typer.echo(f"{folder} is fresh; the next certificate is due in {due_s / 3600:.1f} h")
+        time.sleep(due_s)
 
 
 @app.command()

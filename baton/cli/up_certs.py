@@ -6,15 +6,10 @@ renewed while the cluster runs, long before they end.
 
 import asyncio
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from baton.cluster.tls import authority
-from baton.cluster.tls.peers import ROLES
-
-LIFE = timedelta(hours=24)
-HOSTS = ("127.0.0.1", "localhost")
+from baton.cluster.tls.keeper import Keeper
 
 
 class ThrowAwayCertificates:
@@ -23,10 +18,11 @@ class ThrowAwayCertificates:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-tls-")
         self.folder = Path(self._folder.name)
+        self._keeper = Keeper(self.folder / "authority", self.folder, ("127.0.0.1", "localhost"))
+        self._due_s = 0.0
 
     def __enter__(self) -> "ThrowAwayCertificates":
-        authority.create(self.folder, timedelta(days=3650))
-        self.issue()
+        self._due_s = self._keeper.renew()
         return self
 
     def __exit__(
@@ -37,13 +33,8 @@ class ThrowAwayCertificates:
     ) -> None:
         self._folder.cleanup()
 
-    def issue(self) -> None:
-        for role in ROLES:
-            order = authority.Order(role, HOSTS, LIFE)
-            authority.issue(self.folder, self.folder / role, order)
-
     async def keep(self) -> None:
         """Renews until cancelled."""
         while True:
-            await asyncio.sleep(LIFE.total_seconds() / 2)
-            self.issue()
+            await asyncio.sleep(self._due_s)
+            self._due_s = self._keeper.renew()

@@ -1,6 +1,7 @@
 """The private authority: what it writes, who may read it, when it renews."""
 
 import os
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from baton.cluster.errors import BatonError, SettingsError
 from baton.cluster.tls import TlsFolder, authority
 from baton.cluster.tls.authority import CA_KEY, Order
 from baton.cluster.tls.folder import CA, CERT, KEY
+from baton.cluster.tls.keeper import Keeper
+from baton.cluster.tls.peers import ROLES
 from tests.support.tls import DAY, make_certificates
 
 
@@ -86,6 +89,28 @@ def test_an_expired_certificate_is_refused_at_start(tmp_path: Path) -> None:
     folder = make_certificates(tmp_path / "ca", timedelta(microseconds=1)) / "prefill"
     with pytest.raises(SettingsError, match="has expired on"):
         TlsFolder(folder)
+
+
+def test_a_keeper_issues_what_is_missing_due_or_for_other_hosts_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    def serials() -> dict[str, int]:
+        return {role: authority.read(tmp_path / "out" / role).serial for role in ROLES}
+
+    keeper = Keeper(tmp_path / "ca", tmp_path / "out", ("a", "127.0.0.1"), timedelta(hours=3))
+    assert 7100 < keeper.renew() <= 7200
+    first = serials()
+    assert 7100 < keeper.renew() <= 7200 and serials() == first
+    shutil.rmtree(tmp_path / "out" / "admin")
+    short = Order("decode", ("127.0.0.1", "a"), timedelta(microseconds=1))
+    authority.issue(tmp_path / "ca", tmp_path / "out" / "decode", short)
+    keeper.renew()
+    second = serials()
+    assert {role for role in ROLES if second[role] != first[role]} == {"admin", "decode"}
+    Keeper(tmp_path / "ca", tmp_path / "out", ("b",), timedelta(hours=3)).renew()
+    assert not set(serials().values()) & set(second.values())
+    assert (tmp_path / "out" / CA).read_bytes() == (tmp_path / "ca" / CA).read_bytes()
+    assert mode(tmp_path / "out" / CA) == 0o644
 
 
 def test_the_commands_make_show_and_renew_certificates(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 folder     the three files of a process, read again when they change
 authority  a private authority that issues them
+keeper     keeps those of a whole cluster fresh
 peers      which role may call what, and the log of who was refused
 
 A certificate names one role in a SPIFFE id, `spiffe://baton/ROLE`, beside the hosts it is for.

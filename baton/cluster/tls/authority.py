@@ -26,7 +26,7 @@ from baton.cluster.tls.folder import CA, CERT, KEY
 from baton.cluster.tls.peers import ROLES, SPIFFE
 
 CA_KEY = "ca.key"
-SERVERS = ("prefill", "decode")
+SERVERS = ("prefill", "decode", "gateway")
 _SKEW = timedelta(minutes=5)
 """Clocks of other machines may be behind."""
 
@@ -50,9 +50,13 @@ class Issued:
     serial: int
     issuer: str
 
+    @property
+    def due(self) -> datetime:
+        """When a third of its life is left."""
+        return self.ends - self.order.life / 3
+
     def is_due(self, now: datetime) -> bool:
-        """A third of its life is left, or less."""
-        return self.ends - now <= self.order.life / 3
+        return now >= self.due
 
 
 def create(folder: Path, life: timedelta) -> None:
@@ -107,6 +111,13 @@ def renew(authority: Path, folder: Path, *, always: bool = False) -> bool:
         return False
     issue(authority, folder, found.order)
     return True
+
+
+def publish(certificate: Path, to: Path) -> None:
+    """A copy for whoever may enter the folder of `to`, replaced only where it differs."""
+    content = certificate.read_bytes()
+    if not to.exists() or to.read_bytes() != content:
+        _replace(to, content, 0o644)
 
 
 def read(folder: Path) -> Issued:

@@ -20,7 +20,9 @@ import grpc.aio
 from baton.cluster.once import Once
 
 SPIFFE = "spiffe://baton/"
-ROLES = ("router", "prefill", "decode", "admin")
+CALLERS = ("router", "prefill", "decode", "admin")
+ROLES = (*CALLERS, "gateway")
+"""The gateway's HTTPS calls nobody."""
 _WORKER_CALLS = {
     "/baton.v1.Prefill/": ("router",),
     "/baton.v1.Decode/": ("router",),
@@ -38,7 +40,7 @@ def allowed(method: str) -> tuple[str, ...]:
     for prefix, roles in _WORKER_CALLS.items():
         if method.startswith(prefix):
             return roles
-    return ROLES
+    return CALLERS
 
 
 def role_of(auth: Any) -> str:
