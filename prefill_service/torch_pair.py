@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 
 from baton.engine.transfer.base import TransportFailed
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES
-from baton.engine.transfer.torch_dist import SENDER, PairGroup, TorchLink, backends
+from baton.engine.transfer.torch_dist import FRAME_BYTES, SENDER, PairGroup, TorchLink, backends
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
 from baton.worker.rendezvous import Rendezvous
 
@@ -111,7 +110,7 @@ class TorchPair:
     ) -> PairGroup:
         request = kv_pb2.JoinRequest(
             backend=self._backend,
-            max_bytes=DEFAULT_FRAME_BYTES,
+            max_bytes=FRAME_BYTES,
             reservation_id=reservation.id,
             secret=reservation.secret,
         )
@@ -129,7 +128,7 @@ class TorchPair:
             answer.group,
             SENDER,
             self._backend,
-            DEFAULT_FRAME_BYTES,
+            FRAME_BYTES,
             mine,
             self._timeout_s,
         )
