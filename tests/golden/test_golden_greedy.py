@@ -133,6 +133,23 @@ async def test_eight_at_a_time_on_two_pairs_give_the_offline_tokens_streamed(
         assert (await two_pairs.info(worker)).counters.handoffs > 0, "a worker was never used"
 
 
+TRANSPORTS = {"shm": "shm", "torch": "torch:gloo", "grpc": "grpc"}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+async def test_every_transport_gives_the_offline_tokens(
+    prompts: list[GoldenPrompt],
+    expected: list[list[ExpectedChoice]],
+    transport: str,
+    step: int,
+) -> None:
+    async with running_cluster(prefills=1, decodes=1, transport=transport) as cluster:
+        await assert_golden(cluster, prompts[::step], expected[::step], 8, stream=True)
+        (link,) = (await cluster.info(cluster.prefills[0])).links
+        assert link.transport == TRANSPORTS[transport] and not link.degraded
+
+
 async def test_decode_prefilling_in_its_own_batches_gives_the_offline_tokens(
     prompts: list[GoldenPrompt], expected: list[list[ExpectedChoice]]
 ) -> None:

@@ -73,7 +73,7 @@ async def test_prefixes_evicted_between_look_up_and_use_are_computed_again(
 
 
 async def test_a_prompt_that_waits_longer_than_its_lease_is_never_answered_from_freed_blocks(
-    tiny_chat: StoredModel, llm: LLM
+    tiny_chat: StoredModel, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill timed out and freed, decode read the freed blocks. Here the lease of 2 s ends
     while prefill is busy: those requests are tried again or fail, and no text is wrong."""
@@ -88,8 +88,10 @@ async def test_a_prompt_that_waits_longer_than_its_lease_is_never_answered_from_
             gate.wait(10)
             return compute(batch)
 
-        runner.run = busy
-        bodies = [{"prompt": p, "max_tokens": 6, "ignore_eos": True} for p in prompts]
+        monkeypatch.setattr(runner, "run", busy)
+        bodies: list[dict[str, Any]] = [
+            {"prompt": p, "max_tokens": 6, "ignore_eos": True} for p in prompts
+        ]
         posts = [cluster.post(COMPLETIONS, **b, temperature=0, logprobs=0) for b in bodies]
         asking = [asyncio.create_task(post) for post in posts]
         (decode,) = cluster.decodes
@@ -101,7 +103,7 @@ async def test_a_prompt_that_waits_longer_than_its_lease_is_never_answered_from_
                 assert support.whole_answer(response.json()).tokens == tokens
             else:
                 assert response.status_code == 503
-        runner.run = compute
+        monkeypatch.setattr(runner, "run", compute)
         for body, tokens in zip(bodies, wanted, strict=True):
             answer = await cluster.ask(COMPLETIONS, **body, temperature=0, logprobs=0)
             assert answer.tokens == tokens
@@ -190,7 +192,7 @@ async def test_workers_with_other_kv_never_exchange_it(
             assert response.json()["error"]["code"] == "no_prefill_worker"
             await cluster.add_prefill()
             await cluster.wait_for_workers()
-        assert (await cluster.ask(COMPLETIONS, **ORDINARY)).text
+        assert (await cluster.ask(COMPLETIONS, **dict[str, Any](ORDINARY))).text
         odd = cluster.prefills[0]
         handoffs = (await cluster.info(odd)).counters.handoffs
         assert (handoffs == 0) == bool(differs)
