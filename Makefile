@@ -69,6 +69,7 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/engine.py $(ARGS)
 	@$(BIN)/python bench/handoff.py $(ARGS)
 	@$(BIN)/python bench/transfer.py $(ARGS)
+	@$(BIN)/python bench/tls.py $(ARGS)
 	@$(BIN)/python bench/ledger.py $(ARGS)
 	@$(BIN)/python bench/speculation.py $(ARGS)
 	@$(BIN)/python bench/router.py $(ARGS)

@@ -1,5 +1,6 @@
 """The dashboard in a headless browser: it loads by itself, lives, opens requests, obeys keys."""
 
+import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ import pytest
 from playwright.async_api import Page, ViewportSize, async_playwright, expect
 
 from router.text import TextModel
+from tests.support.api_keys import Keys
 from tests.support.byte_model import byte_model
 from tests.support.gateway import COMPLETIONS, RunningGateway, running_gateway
 from tests.support.stub_workers import scripted
@@ -165,3 +167,24 @@ async def test_ids_are_text_and_nothing_else(running: RunningGateway, page: Page
     first = page.locator("#rows details").first
     await expect(first).to_contain_text("<img/src=x", timeout=10_000)
     assert await page.locator("#rows img").count() == 0
+
+
+@browser_needed
+@pytest.mark.slow
+async def test_where_keys_are_in_force_it_asks_for_one_and_lives(
+    model: TextModel, tmp_path: Path
+) -> None:
+    keys = Keys(tmp_path / "keys.toml", root={"admin": True})
+    async with (
+        running_gateway(model, scripted("ok"), api_keys_file=keys.path) as gateway,
+        async_playwright() as playwright,
+    ):
+        browser = await playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = await browser.new_page(viewport=DESK)
+        page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept(keys.secrets["root"])))
+        await page.goto(f"{gateway.url}/dashboard")
+        await expect(page.locator("#state")).to_have_text("live", timeout=20_000)
+        await expect(page.locator("#workers tbody tr")).to_have_count(2)
+        await browser.close()
