@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from baton.engine.block_events import BlockEvents
 from baton.engine.idle_blocks import IdleBlocks
 from baton.engine.pins import Pin, Pins
+from baton.engine.prefix_table import PrefixTable
 from baton.engine.sequence import NO_BLOCK
 from baton.engine.sequence import Sequence as TokenSequence
 
@@ -58,14 +59,14 @@ class BlockManager:
         self.num_pins_broken = 0
         """Pinned blocks among those: everything else was held."""
         self.pins = pins or Pins(0, 0)
-        self.events: BlockEvents | None = None
-        """Hears of every block that becomes findable or ceases to be."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached = IdleBlocks()
         self._refs = [0] * num_blocks
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
-        self._parent_of: dict[bytes, bytes] = {}
+        self._table = PrefixTable()
+
+    def report_to(self, events: BlockEvents | None) -> None:
+        """Lets it hear of every block that becomes findable or ceases to be; None: nobody."""
+        self._table.events = events
 
     @property
     def num_free(self) -> int:
@@ -150,26 +151,17 @@ class BlockManager:
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest known prefix; takes no reference."""
-        blocks: list[int] = []
-        for digest in hashes:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return self._table.leading(hashes)
 
     def publish(self, block: int, digest: bytes, parent: bytes = b"") -> None:
         """Makes a full, computed block findable after `parent` (empty: a first block). The first
         block with a hash keeps it."""
-        if self.enable_prefix_cache and digest not in self._block_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest
-            self._parent_of[digest] = parent
-            self._tell(True, digest, parent)
+        if self.enable_prefix_cache:
+            self._table.add(block, digest, parent)
 
     def published(self) -> list[tuple[bytes, bytes]]:
         """Hash and parent of every findable block, oldest first."""
-        return list(self._parent_of.items())
+        return self._table.entries()
 
     def pin(self, tenant: str, hashes: Sequence[bytes], expires_at: float) -> Pin | None:
         """Keeps a prefix, once it is cached, from being evicted before anything else."""
@@ -188,14 +180,13 @@ class BlockManager:
 
     def _move(self, hashes: Sequence[bytes], pinned: bool) -> None:
         for digest in reversed(hashes):  # the end of a prefix goes before its beginning
-            if (block := self._block_of.get(digest)) is not None:
-                self._cached.move(block, pinned)
+            self._cached.move(self._table.find(digest), pinned)
 
     def flush(self) -> None:
         """Forgets every cached block, and all pins; held blocks stay but are no longer found."""
         self.pins.clear()
-        for block in list(self._hash_of):
-            self._forget(block)
+        for block in self._table.blocks():
+            self._table.remove(block)
         self._free.extend(self._cached)
         self._cached.clear()
 
@@ -271,7 +262,7 @@ class BlockManager:
 
     def _match_window(self, hashes: Sequence[bytes]) -> list[int]:
         """The longest prefix of which all that its next token sees is cached."""
-        found = [self._block_of.get(digest, NO_BLOCK) for digest in hashes]
+        found = [self._table.find(digest) for digest in hashes]
         run_start = best = 0
         for position, block in enumerate(found):
             if block == NO_BLOCK:
@@ -291,12 +282,9 @@ class BlockManager:
             raise RuntimeError(f"blocks lost or owned twice: {_odd(states, self.num_blocks)}")
         if not 0 <= self.num_promised <= self.num_free:
             raise RuntimeError(f"{self.num_promised} promised, {self.num_free} free")
-        if any(block not in self._hash_of for block in self._cached):
+        if any(self._table.hash_of(block) is None for block in self._cached):
             raise RuntimeError("a cached block has no hash")
-        if {d: b for b, d in self._hash_of.items()} != self._block_of:
-            raise RuntimeError("hash index and blocks disagree")
-        if self._parent_of.keys() != self._block_of.keys():
-            raise RuntimeError("hash index and parents disagree")
+        self._table.check_integrity()
         if holders is not None:
             counts = Counter(block for table in holders for block in table if block != NO_BLOCK)
             wrong = {b: (self._refs[b], counts[b]) for b in range(self.num_blocks)
@@ -313,22 +301,13 @@ class BlockManager:
             block, pinned = self._cached.pop()
             self.num_evicted += 1
             self.num_pins_broken += pinned
-            self._forget(block)
+            self._table.remove(block)
         self._refs[block] = 1
         return block
 
-    def _forget(self, block: int) -> None:
-        digest = self._hash_of.pop(block)
-        del self._block_of[digest]
-        self._tell(False, digest, self._parent_of.pop(digest))
-
-    def _tell(self, stored: bool, digest: bytes, parent: bytes) -> None:
-        if self.events is not None:
-            self.events.append((stored, digest, parent))
-
     def _put_back(self, block: int) -> None:
-        if block in self._hash_of:
-            self._cached.add(block, self.pins.holds(self._hash_of[block]))
+        if (digest := self._table.hash_of(block)) is not None:
+            self._cached.add(block, self.pins.holds(digest))
         else:
             self._free.append(block)
 

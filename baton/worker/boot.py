@@ -27,7 +27,7 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.pins import Pins
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
-from baton.engine.speculation.build import add_drafts
+from baton.engine.speculation.build import add_drafts, draft_pool_bytes
 from baton.engine.transfer import shm
 from baton.engine.transfer.shm import SharedMemory
 from baton.kv_policy import parse_policy
@@ -105,6 +105,8 @@ def _with_drafts(
         if speculation is not None and speculation.kind == "draft":
             model = resolve(speculation.model, progress=False)
             speculation = replace(speculation, model=str(model.path))
+            pool = draft_pool_bytes(model.path, runner, scheduler.config)
+            _check_memory(pool, "the KV pool of the draft model")
         return add_drafts(speculation, scheduler, runner, sampler, served.path)
     except (StoreError, ValueError) as error:
         raise SettingsError(str(error)) from error
@@ -136,13 +138,17 @@ def _num_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
             f"--kv-memory of {settings.kv_memory} bytes holds no KV block of {block_bytes} bytes; "
             f"give at least {block_bytes}"
         )
-    need, free = num_blocks * block_bytes, psutil.virtual_memory().available
+    _check_memory(num_blocks * block_bytes, f"the KV pool of {num_blocks} blocks")
+    return num_blocks
+
+
+def _check_memory(need: int, what: str) -> None:
+    free = psutil.virtual_memory().available
     if need > free:
         raise SettingsError(
-            f"too little memory for the KV pool: {num_blocks} blocks need {need / 2**20:.0f} MiB, "
+            f"too little memory for {what}: {need / 2**20:.0f} MiB are needed, "
             f"{free / 2**20:.0f} MiB are free; lower --kv-memory or --num-blocks"
         )
-    return num_blocks
 
 
 def _engine_config(

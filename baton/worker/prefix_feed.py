@@ -43,11 +43,11 @@ async def published_prefixes(status: WorkerStatus) -> AsyncIterator[None]:
     events = BlockEvents(max(MIN_EVENTS, 4 * engine.blocks.num_blocks), on_news)
     key = (settings.worker_id, status.incarnation)
     publisher = PrefixPublisher(PrefixStore(client), EngineBlocks(engine, events), key)
-    engine.apply(partial(setattr, engine.blocks, "events", events))
+    engine.apply(partial(engine.blocks.report_to, events))
     await publisher.start()
     try:
         yield
     finally:
-        engine.apply(partial(setattr, engine.blocks, "events", None))
+        engine.apply(partial(engine.blocks.report_to, None))
         await publisher.stop()
         await close(client)

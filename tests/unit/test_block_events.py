@@ -17,8 +17,9 @@ def fill(blocks: BlockManager, hashes: list[bytes]) -> list[int]:
 
 def listened(blocks: BlockManager, limit: int = 100) -> tuple[BlockEvents, list[int]]:
     news: list[int] = []
-    blocks.events = BlockEvents(limit, lambda: news.append(1))
-    return blocks.events, news
+    events = BlockEvents(limit, lambda: news.append(1))
+    blocks.report_to(events)
+    return events, news
 
 
 def test_a_new_reader_is_told_that_it_missed_what_came_before() -> None:
