@@ -36,6 +36,7 @@ async def test_drafts_change_no_answer_of_the_real_model(
         dtype=dtype, kv_dtype=kv_dtype, router={"decode_prefills": "never"}
     ) as cluster:
         (worker,) = cluster.decodes
+        accepted = 0
         for path, body in bodies:
             body = {**body, "max_tokens": 48}
             worker.scheduler.drafting = None
@@ -45,6 +46,6 @@ async def test_drafts_change_no_answer_of_the_real_model(
             assert (drafted.texts, drafted.reasons) == (plain.texts, plain.reasons)
             assert drafted.tokens == plain.tokens
             assert drafted.counts == plain.counts
-            if path == CHAT and "messages" in body and body["messages"] is COPY:
-                assert worker.scheduler.drafting.tokens_accepted > 10
+            accepted += worker.scheduler.drafting.tokens_accepted
+        assert accepted > 20
         await cluster.settle()
