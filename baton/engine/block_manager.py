@@ -234,22 +234,6 @@ class BlockManager:
             self.release(seq.block_table[first:end][::-1])
             seq.block_table[first:end] = [NO_BLOCK] * (end - first)
 
-    def extend_for_draft(self, seq: TokenSequence, length: int) -> int:
-        """Takes the blocks of `length` drafted tokens after the next one, or of as many as there
-        is room for; how many."""
-        held, start = len(seq.block_table), seq.num_computed_tokens + 1
-        room = (held + max(0, self.num_available)) * self.block_size - start
-        length = min(length, room)
-        seq.block_table += self.allocate(max(0, self.blocks_for(start + length) - held))
-        return length
-
-    def roll_back(self, seq: TokenSequence) -> None:
-        """Gives back the blocks that were taken for drafted tokens and hold none that was drawn.
-        Nobody else has them: only blocks of computed tokens are published or shared."""
-        kept = self.blocks_for(seq.num_computed_tokens)
-        self.release(seq.block_table[kept:])
-        del seq.block_table[kept:]
-
     def release_sequence(self, seq: TokenSequence) -> None:
         self.release(seq.held_blocks)
         seq.block_table, seq.tail_blocks, seq.compact_blocks = [], [], []

@@ -211,8 +211,10 @@ class Scheduler:
             right = [token.token_id for token in tokens[:-1]]  # their KV is there: they were fed
             seq.token_ids += right
             seq.num_computed_tokens += len(right)
-        if tokens:
-            self.blocks.roll_back(seq)
+        if tokens and seq.kv_policy.is_full:
+            # Blocks of drafted tokens that were not drawn: nobody else has them, since only blocks
+            # of computed tokens are published or shared.
+            policy_blocks.trim(self.blocks, seq)
         again = max(0, min(seq.num_computed_tokens, seq.recompute_below) - start)
         seq.num_recomputed_tokens += again
         prompt = max(0, min(seq.num_computed_tokens, seq.num_initial_tokens) - start)

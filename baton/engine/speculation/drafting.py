@@ -62,7 +62,7 @@ class Drafting:
             self._watched[item.seq.seq_id] = watched
         lengths = self._lengths(decodes, batch.num_tokens, budget)
         for item, length in zip(decodes, lengths, strict=True):
-            if length := blocks.extend_for_draft(item.seq, length):
+            if length := take_blocks(item.seq, length, blocks):
                 item.draft = self._watched[item.seq.seq_id].guess[:length]
 
     def observe(self, batch: ScheduledBatch, sampled: ListOf[ListOf[SampledToken]]) -> None:
@@ -127,6 +127,15 @@ def best_draft(
         if rate > best_rate:
             best_rate, best = rate, count
     return [place for _, _, place in ranked[:best]]
+
+
+def take_blocks(seq: Sequence, length: int, blocks: BlockManager) -> int:
+    """Takes the blocks of `length` drafted tokens after the next one, or of as many as there is
+    room for; how many. The scheduler gives back those that turn out to hold nothing."""
+    held, start = len(seq.block_table), seq.num_computed_tokens + 1
+    length = min(length, (held + blocks.num_available) * blocks.block_size - start)
+    seq.block_table += blocks.allocate(max(0, blocks.blocks_for(start + length) - held))
+    return length
 
 
 def longest_draft(seq: Sequence, blocks: BlockManager) -> int:
