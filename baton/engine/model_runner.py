@@ -39,7 +39,8 @@ from baton.engine.sequence import ScheduledBatch, ScheduledSequence
 OnLayers = Callable[[ScheduledBatch, range], None]
 """Hears, in the engine's thread, which layers have written the KV of a batch."""
 
-_LAYERS_PER_REPORT = 8
+_REPORT_BYTES = 4 << 20
+"""Of a batch's KV. A frame costs each end about a millisecond of a core; less is not worth one."""
 
 
 class ModelRunner:
@@ -101,11 +102,14 @@ class ModelRunner:
         report = self.on_layers
         if report is None or self._quantized is not None:
             return None
-        num_layers = self.kv_cache.layout.num_layers
+        layout = self.kv_cache.layout
+        num_layers = layout.num_layers
+        num_bytes = sum(item.num_new_tokens for item in batch.items) * layout.bytes_per_token
+        step = max(1, -(-_REPORT_BYTES * num_layers // max(1, num_bytes)))
 
         def done(end: int) -> None:
-            if end % _LAYERS_PER_REPORT == 0 or end == num_layers:
-                report(batch, range((end - 1) // _LAYERS_PER_REPORT * _LAYERS_PER_REPORT, end))
+            if end % step == 0 or end == num_layers:
+                report(batch, range((end - 1) // step * step, end))
 
         return done
 

@@ -244,7 +244,7 @@ async def test_layers_leave_while_later_ones_are_computed(
     pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk's first layers are at decode before its last ones have been computed."""
-    monkeypatch.setattr(model_runner, "_LAYERS_PER_REPORT", 1)
+    monkeypatch.setattr(model_runner, "_REPORT_BYTES", 1)
     arrived = threading.Event()
     model = pair.prefill.parts.engine._runner.model
     expect, last_layer = IncomingHandoff.expect, model.layers[-1]
