@@ -8,6 +8,7 @@ import torch
 
 from baton.block_hash import block_hashes, root_hash
 from baton.engine.engine import Engine
+from baton.engine.pins import Pins
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import FinishReason, ScheduledBatch, ScheduledSequence, Sequence
@@ -140,6 +141,26 @@ def test_drafts_take_no_block_that_was_promised() -> None:
     engine.step()  # one block for the next token, none for what lies beyond it
     assert runner.batches[-1][0][1] == 4 * 2 - 3
     assert engine.blocks.num_available >= 0
+
+
+def test_drafts_break_no_pin() -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=12)
+    foresight = SureForesight(foreseen(prompt(3), sampling).texts)
+    engine, runner = toy_engine(num_blocks=8, drafting=foreseeing(foresight))
+    blocks = engine.blocks
+    blocks.pins = Pins(8, 8)
+    pinned = block_hashes(root_hash("pinned"), list(range(28)), 4)
+    table = blocks.allocate(7)
+    for block, digest in zip(table, pinned, strict=True):
+        blocks.publish(block, digest)
+    blocks.pin("", pinned, expires_at=float("inf"))
+    blocks.release(table)
+    engine.add(Sequence(prompt(3), sampling))
+    engine.step()
+    engine.step()
+    assert runner.batches[-1][0][1] == 1, "the block of the draft would have been a pinned one"
+    run_to_end(engine)
+    assert blocks.num_pins_broken == 3, "the sequence itself needs four blocks"
 
 
 def test_no_draft_reaches_the_end_of_a_block_of_a_quantized_cache() -> None:

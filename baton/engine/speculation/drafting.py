@@ -131,9 +131,11 @@ def best_draft(
 
 def take_blocks(seq: Sequence, length: int, blocks: BlockManager) -> int:
     """Takes the blocks of `length` drafted tokens after the next one, or of as many as there is
-    room for; how many. The scheduler gives back those that turn out to hold nothing."""
+    room for without breaking a pin; how many. The scheduler gives back those that turn out to hold
+    nothing."""
     held, start = len(seq.block_table), seq.num_computed_tokens + 1
-    length = min(length, (held + blocks.num_available) * blocks.block_size - start)
+    room = max(0, blocks.num_available - blocks.num_pinned)
+    length = min(length, (held + room) * blocks.block_size - start)
     seq.block_table += blocks.allocate(max(0, blocks.blocks_for(start + length) - held))
     return length
 
