@@ -324,10 +324,12 @@ class Conductor:
         served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
 
     async def _choose(self, leg: Leg, full: set[str], served: Served) -> Plan:
-        matches = await self._lookup(leg, self._candidates(full))
+        workers = self._candidates(full)
+        matches = await self._lookup(leg, workers)
         plan = await self._find(leg, full, matches)
         if served.plan is None:
             served.plan = plan
+            leg.job.trail.num_known_tokens = max(map(matches.held_tokens, workers), default=0)
             if leg.job.explain:
                 candidates = self._candidates(full)
                 served.alternatives = self.planner.alternatives(leg.facts, candidates, matches)

@@ -1,22 +1,33 @@
 """Misses are provoked on real workers and named by their cause."""
 
 import asyncio
+import contextlib
+import itertools
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from baton.cluster.prefix_index import PrefixIndex, PrefixStore, PromptBlocks
+from baton.cluster.redis_link import RedisLink
+from baton.cluster.workers import Role
+from baton.engine.transfer.base import HandoffLost
 from baton.store import StoredModel
+from decode_service.inbox import Inbox
+from prefill_service.worker import PrefillWorker
 from tests.integration.test_cluster_ledger import body, ledger_of, prompt, slow_down
 from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
 from tests.support.gateway import until
+from tests.support.redis import until as until_known
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOW_S = 0.2
 LATE = {"x-baton-ttft-ms": "100", "x-baton-tpot-ms": "10000"}
+LATE_TOKENS = {"x-baton-ttft-ms": "10000", "x-baton-tpot-ms": "30"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -29,13 +40,21 @@ async def cluster(tiny_chat: StoredModel) -> AsyncIterator[Cluster]:
         yield running
 
 
-async def ask(cluster: Cluster, name: str, request: dict[str, Any]) -> dict[str, Any]:
-    headers = {**LATE, "x-request-id": name, "x-baton-tenant": "team-a"}
+async def ask(
+    cluster: Cluster, name: str, request: dict[str, Any], targets: dict[str, str] = LATE
+) -> dict[str, Any]:
+    headers = {**targets, "x-request-id": name, "x-baton-tenant": "team-a"}
     response = await cluster.client.post(
         COMPLETIONS, json={**request, "stream": False}, headers=headers
     )
     assert response.status_code == 200, response.text
     return await ledger_of(cluster, name)
+
+
+def tpot_miss(ledger: dict[str, Any]) -> dict[str, Any]:
+    (miss,) = [miss for miss in ledger["misses"] if miss["target"] == "tpot"]
+    assert isinstance(miss, dict) and miss["seen_ms"] > miss["target_ms"] == 30
+    return miss
 
 
 def ttft_miss(ledger: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +66,7 @@ def ttft_miss(ledger: dict[str, Any]) -> dict[str, Any]:
 async def test_a_long_prompt_is_named(cluster: Cluster) -> None:
     ledger = await ask(cluster, "long", body(prompt(random.Random(1), 150)))
     miss = ttft_miss(ledger)
-    assert miss["cause"] == "long_prompt" and miss["sufficient"]
+    assert miss["cause"] == "long_prompt"
     assert miss["shares_ms"]["long_prompt"] >= 3 * SLOW_S * 1e3
     assert ledger["tenant"] == "team-a" and ledger["ttft_target_ms"] == 100
 
@@ -81,3 +100,111 @@ async def test_reports_count_misses_by_cause_and_tenant(cluster: Cluster) -> Non
     assert found["attainment"] < 1
     nobody = (await cluster.client.get("/v1/reports?tenant=nobody")).json()
     assert nobody["requests"] == 0 and nobody["misses"] == {"ttft": {}, "tpot": {}}
+
+
+async def test_a_prefix_that_another_worker_held_is_named(tiny_chat: StoredModel) -> None:
+    """Round robin goes past the worker that has the prompt's beginning in its cache."""
+    router = {"policy": "round_robin", "decode_prefills": "never"}
+    async with running_cluster(tiny_chat, 2, 1, router=router) as running:
+        for worker in running.prefills:
+            slow_down(worker, SLOW_S)
+        asked = body(prompt(random.Random(8), 96))
+        first = await ask(running, "first", asked)
+        assert ttft_miss(first)["cause"] == "long_prompt"
+        await known_to_the_index(running, asked["prompt"])
+        second = await ask(running, "second", asked)
+        assert workers(first, "prefill") != workers(second, "prefill")
+        assert ttft_miss(second)["cause"] == "cold_prefix"
+
+
+async def known_to_the_index(running: Cluster, asked: list[int]) -> None:
+    link = RedisLink(running.redis_url)
+    index = PrefixIndex(link, PrefixStore(link.client), lookup_timeout_s=2.0)
+    prefills = [w for w in running.gateway.directory.snapshot() if w.role is Role.PREFILL]
+
+    async def held() -> bool:
+        matches = await index.lookup(PromptBlocks(asked), prefills)
+        return any(map(matches.held_tokens, prefills))
+
+    await until_known(held)
+    await link.close()
+
+
+def workers(ledger: dict[str, Any], role: str) -> set[str]:
+    return {p["where"] for p in ledger["timing"]["phases"] if p["where"].startswith(role)}
+
+
+async def test_a_slow_transfer_is_named(
+    tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = Inbox.deliver
+
+    async def slowly(*args: Any) -> None:
+        await asyncio.sleep(3 * SLOW_S)
+        await deliver(*args)
+
+    router = {"decode_prefills": "never"}
+    async with running_cluster(tiny_chat, router=router) as running:
+        monkeypatch.setattr(Inbox, "deliver", slowly)
+        ledger = await ask(running, "slow-link", body(prompt(random.Random(9), 40)), LATE_TOKENS)
+    assert tpot_miss(ledger)["cause"] == "transfer"
+
+
+async def test_a_full_decode_batch_is_named(
+    tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 50 ms longer for each sequence beside the first."""
+    async with running_cluster(tiny_chat, router={"decode_prefills": "never"}) as running:
+        runner = running.decodes[0].parts.engine._runner
+        run = runner.run
+
+        def crowded(batch: Any) -> Any:
+            time.sleep(0.05 * (len(batch.items) - 1))
+            return run(batch)
+
+        monkeypatch.setattr(runner, "run", crowded)
+        alone = await ask(running, "alone", body(prompt(random.Random(10), 40)), LATE_TOKENS)
+        assert alone["misses"] == []
+        asked = [body(prompt(random.Random(11 + n), 40), max_tokens=12) for n in range(3)]
+        crowd = [ask(running, f"crowd-{n}", each, LATE_TOKENS) for n, each in enumerate(asked)]
+        for ledger in await asyncio.gather(*crowd):
+            assert tpot_miss(ledger)["cause"] == "decode_batch"
+
+
+async def test_a_preemption_is_named(tiny_chat: StoredModel) -> None:
+    """10 blocks of 16, 7 wanted by each of two: one waits until the other has ended."""
+    targets = {"x-baton-ttft-ms": "10000", "x-baton-tpot-ms": "36"}
+    router = {"decode_prefills": "never"}
+    async with running_cluster(tiny_chat, router=router, decode={"num_blocks": 10}) as running:
+        slow_down(running.decodes[0], 0.03)
+        asked = [body(prompt(random.Random(21 + n), 48), max_tokens=60) for n in range(2)]
+        both = [ask(running, f"large-{n}", each, targets) for n, each in enumerate(asked)]
+        ledgers = await asyncio.gather(*both)
+        waited = [ledger for ledger in ledgers if "preempted" in phases(ledger)]
+        assert waited
+        for ledger in waited:
+            (miss,) = [miss for miss in ledger["misses"] if miss["target"] == "tpot"]
+            assert miss["cause"] == "preemption", miss["shares_ms"]
+
+
+def phases(ledger: dict[str, Any]) -> set[str]:
+    return {phase["name"] for phase in ledger["timing"]["phases"]}
+
+
+async def test_a_lost_attempt_is_named(
+    tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, attempts = PrefillWorker.prefill, itertools.count()
+
+    async def lost_once(self: PrefillWorker, job: Any) -> AsyncIterator[Any]:
+        if next(attempts) == 0:
+            await asyncio.sleep(5 * SLOW_S)
+            raise HandoffLost("on purpose")
+        async with contextlib.aclosing(attempt(self, job)) as events:
+            async for event in events:
+                yield event
+
+    async with running_cluster(tiny_chat, 2, 1, router={"decode_prefills": "never"}) as running:
+        monkeypatch.setattr(PrefillWorker, "prefill", lost_once)
+        miss = ttft_miss(await ask(running, "again", body(prompt(random.Random(30), 20))))
+        assert miss["cause"] == "retry"

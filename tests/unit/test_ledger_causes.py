@@ -31,8 +31,9 @@ def request(
 ) -> Ledger:
     """One request of 100 prompt tokens; all clocks are equal. `steps`: (seconds, batch size)."""
     ledger = Ledger("r", "chat", started=0.0, started_at=0.0, **targets)  # type: ignore[arg-type]
-    ledger.num_prompt_tokens, ledger.num_known_tokens = 100, known
+    ledger.num_prompt_tokens = 100
     trail, at = ledger.trail(), 0.0
+    trail.num_known_tokens = known
     trail.span("admission", at, at + admission)
     at += admission
     if retry:

@@ -29,8 +29,6 @@ class Ledger:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     num_prompt_tokens: int = 0
-    num_known_tokens: int = 0
-    """Prompt tokens that the best-matching worker held when the request was placed."""
     status: int = 0
     """HTTP status of the answer, of an error inside a stream too; 499: the client left."""
     traceparent: str | None = None
@@ -75,7 +73,7 @@ class Ledger:
     def known_share(self) -> float:
         """Of the prompt tokens that were computed, those that some other worker held."""
         computed = self.num_prompt_tokens - self.num_cached_tokens
-        known = self.num_known_tokens - self.num_cached_tokens
+        known = sum(trail.num_known_tokens for trail in self.trails) - self.num_cached_tokens
         return min(max(known / computed, 0.0), 1.0) if computed > 0 else 0.0
 
     @property

@@ -83,12 +83,14 @@ class CallTrail:
 class Trail:
     """One prompt of a request: the router's spans, its deliveries, its calls to workers."""
 
-    __slots__ = ("calls", "deliveries", "num_tokens", "spans")
+    __slots__ = ("calls", "deliveries", "num_known_tokens", "num_tokens", "spans")
 
     def __init__(self) -> None:
         self.spans: list[Noted] = []
         self.deliveries = array("d")
         self.num_tokens = 0
+        self.num_known_tokens = 0
+        """Prompt tokens that the best-matching worker held when the prompt was placed."""
         self.calls: list[CallTrail] = []
 
     def span(self, name: str, start: float, end: float, **detail: Any) -> None:
