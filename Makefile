@@ -72,6 +72,7 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/tls.py $(ARGS)
 	@$(BIN)/python bench/ledger.py $(ARGS)
 	@$(BIN)/python bench/speculation.py $(ARGS)
+	@$(BIN)/python bench/kv_policies.py $(ARGS)
 	@$(BIN)/python bench/router.py $(ARGS)
 	@$(BIN)/python bench/slo.py $(ARGS)
 

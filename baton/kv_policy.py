@@ -1,7 +1,7 @@
 """What a sequence keeps in its KV cache: the policies, their notation and their arithmetic.
 
 A policy says how many tokens are kept when so many are computed; which ones, and how attention
-reads them, is the engine's (`baton.engine.kv.retention`, `baton.engine.ops`). What is dropped
+reads them, is the engine's (`baton.engine.retention`, `baton.engine.ops.sinks`). What is dropped
 leaves no hole: a cache is compact, so the slot of a token is its position minus the number of
 dropped ones. Plain Python, the same in router, workers and command line.
 """
@@ -17,6 +17,7 @@ class KVPolicy:
     """`full`: everything is kept."""
 
     name: ClassVar[str] = "full"
+    is_full: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = False
     """Whether the engine keeps numbers per cached token beside keys and values."""
     is_endless: ClassVar[bool] = False
@@ -25,12 +26,8 @@ class KVPolicy:
     """Whether blocks before the first drop may be found by their hash."""
 
     def __str__(self) -> str:
-        named = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        named = ",".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
         return f"{self.name}({named})" if named else self.name
-
-    @property
-    def is_full(self) -> bool:
-        return self.name == "full"
 
     def kept(self, num_tokens: int, num_prompt_tokens: int, block_size: int) -> int:
         """Tokens in the cache between steps, when `num_tokens` are computed."""
@@ -79,6 +76,7 @@ class Streaming(KVPolicy):
     `sinks` tokens and the last `window`, itself included."""
 
     name: ClassVar[str] = "streaming"
+    is_full: ClassVar[bool] = False
     is_endless: ClassVar[bool] = True
     sinks: int = 4
     window: int = 1024
@@ -109,6 +107,7 @@ class Streaming(KVPolicy):
 class _Budgeted(KVPolicy):
     """`budget`: tokens, or a share of the prompt if it is a fraction."""
 
+    is_full: ClassVar[bool] = False
     budget: float = 0.25
 
     def __post_init__(self) -> None:
@@ -204,6 +203,7 @@ def states_per_block(block_size: int, head_dim: int, value_bytes: int) -> int:
 
 FULL = KVPolicy()
 POLICIES: dict[str, type[KVPolicy]] = {p.name: p for p in (KVPolicy, Streaming, SnapKV, H2O)}
+_DIGITS = 9
 _NOTATION = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*")
 
 
@@ -230,8 +230,16 @@ def _number(name: str, text: str) -> float:
     if match is None or (name != "budget" and not text.isdecimal()):
         raise ValueError(f"{name} must be a number of tokens, not {text!r}")
     if match[2]:
-        return float(match[1]) / 100
+        return round(float(match[1]) / 100, _DIGITS)
     return float(text) if "." in text else int(text)
+
+
+def _shown(value: float) -> str:
+    """As `_number` reads it back."""
+    if isinstance(value, int):
+        return str(value)
+    text = f"{value:.{_DIGITS}f}".rstrip("0")
+    return text + "0" if text.endswith(".") else text
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -345,7 +345,8 @@ class Conductor:
             if served.outrun < MAX_OUTRUN and not await hold.confirmed():
                 raise Outrun
         if self.index is not None:
-            self.index.expect(leg.blocks, [w for w in (plan.prefill, plan.decode) if w])
+            decode = None if leg.ships_less and plan.prefill else plan.decode
+            self.index.expect(leg.blocks, [w for w in (plan.prefill, decode) if w])
 
     async def _find(self, leg: Leg, full: set[str], matches: PrefixMatches) -> Plan:
         """Workers not yet found full; after a failure other ones, or a revived one. A router that

@@ -7,7 +7,7 @@ and where; knows nothing of queues, sampling or who owns a block.
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -118,9 +118,15 @@ class ModelRunner:
         return [block_table[p // size] * size + p % size for p in range(start, end)]
 
     def _batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> Batch:
-        if self.model.reads_in_place and self._quantized is None:
-            return self._paged_batch(items, slots)
-        return self._attention_batch(items, slots)
+        in_place = self.model.reads_in_place and self._quantized is None
+        make = self._paged_batch if in_place else self._attention_batch
+        batch: Batch = make(items, slots)
+        if all(item.seq.kv_policy.is_full for item in items):
+            return batch
+        if isinstance(batch, PagedBatch):
+            batch = replace(batch, streams=kernel_streams(items, self._windows))
+        retention = Retention.of(items, self._store)
+        return replace(batch, anchors=anchors_of(items), retention=retention)
 
     def _paged_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> PagedBatch:
         lengths = [item.seq.num_kept_tokens + item.num_new_tokens for item in items]
@@ -138,29 +144,22 @@ class ModelRunner:
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
             self.kv_cache.layout.block_size,
-            kernel_streams(items, self._windows),
-            anchors_of(items),
-            Retention.of(items, self._store),
         )
 
     def _attention_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> AttentionBatch:
-        beside: Any = {
-            "anchors": anchors_of(items),
-            "retention": Retention.of(items, self._store),
-        }
         num_decodes = 0
         while num_decodes < len(items) and items[num_decodes].num_new_tokens == 1:
             num_decodes += 1
         if self._quantized is not None:
             quantized = self._quantized.batch(items, num_decodes)
-            return AttentionBatch(slots, quantized=quantized, **beside)
+            return AttentionBatch(slots, quantized=quantized)
         prefills = []
         start = num_decodes
         for item in items[num_decodes:]:
             prefills.append(self._prefill_chunk(item, start))
             start += item.num_new_tokens
         decodes = self._decode_group(items[:num_decodes]) if num_decodes else None
-        return AttentionBatch(slots, decodes, tuple(prefills), **beside)
+        return AttentionBatch(slots, decodes, tuple(prefills))
 
     def _decode_group(self, items: ListOf[ScheduledSequence]) -> DecodeGroup:
         size = self.kv_cache.layout.block_size

@@ -102,7 +102,12 @@ class Oracle:
         )
 
 
-def assert_equal(answer: Answer, expected: list[ExpectedChoice], name: str = "") -> None:
+def assert_equal(
+    answer: Answer,
+    expected: list[ExpectedChoice],
+    name: str = "",
+    tolerance: float = LOGPROB_TOLERANCE,
+) -> None:
     """Texts, tokens, reasons and counts are equal; log probabilities within rounding."""
     assert answer.texts == [choice.text for choice in expected], name
     assert answer.tokens == [choice.tokens for choice in expected], name
@@ -110,4 +115,4 @@ def assert_equal(answer: Answer, expected: list[ExpectedChoice], name: str = "")
     assert answer.counts[1] == sum(choice.num_tokens for choice in expected), name
     for got, wanted in zip(answer.choices, expected, strict=True):
         pairs = zip(got.logprobs, wanted.logprobs, strict=True)
-        assert all(abs(a - b) < LOGPROB_TOLERANCE for a, b in pairs), name
+        assert all(abs(a - b) < tolerance for a, b in pairs), name

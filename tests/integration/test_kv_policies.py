@@ -18,7 +18,9 @@ BLOCK_BYTES = 4 * 2 * 2 * 2 * 8 * 4
 STREAMING = "streaming(sinks=4,window=40)"
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch", "grpc"])
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(t, marks=pytest.mark.slow) for t in ("torch", "grpc"))]
+)
 async def test_a_prompt_beyond_the_context_ships_sinks_and_window(
     tiny_llama: Path, transport: str
 ) -> None:

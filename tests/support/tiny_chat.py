@@ -14,7 +14,7 @@ from tests.support.byte_model import IM_END, VOCAB_SIZE, byte_tokenizer, write_b
 MAX_MODEL_LEN = 2048
 
 
-def write_tiny_chat(path: Path, seed: int = 0) -> StoredModel:
+def write_tiny_chat(path: Path, seed: int = 0, hidden_size: int = 32) -> StoredModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     write_byte_model(path)
@@ -22,7 +22,7 @@ def write_tiny_chat(path: Path, seed: int = 0) -> StoredModel:
     eos = byte_tokenizer().token_to_id(IM_END)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -16,6 +16,9 @@ from baton.kv_policy import FULL, H2O, KVPolicy, SnapKV, Streaming, parse_policy
         ("snapkv(budget=25%)", SnapKV(budget=0.25)),
         ("snapkv(budget=100, window=16)", SnapKV(budget=100, window=16)),
         ("h2o(budget=64)", H2O(budget=64)),
+        ("h2o(budget=0.00001)", H2O(budget=0.00001)),
+        ("h2o(budget=33.333333333%)", H2O(budget=0.333333333)),
+        ("h2o(budget=100%)", H2O(budget=1.0)),
     ],
 )
 def test_a_policy_reads_as_it_is_written(text: str, policy: KVPolicy) -> None:
