@@ -69,6 +69,7 @@ class Gateway:
             POLICIES[settings.policy](),
             Rules(settings.decode_prefills, settings.prefill_backlog_s),
             loads=self.shared.ledger,
+            slow_start_s=settings.slow_start_s,
         )
         self.planner.on_room = self.admission.workers_changed
         self.keys = KeyRing(settings.api_keys, settings.api_keys_file)
@@ -124,10 +125,10 @@ class Gateway:
         last_seen: dict[str, float] = {}
         while True:
             await self.directory.wait_changed(RETRY_QUEUE_S)
-            self.planner.saw_workers(self.directory.snapshot())
+            now = time.monotonic()
+            self.planner.saw_workers(self.directory.snapshot(), now)
             self.admission.workers_changed()
             self.ledgers.sample_pools(self.directory.snapshot())
-            now = time.monotonic()
             last_seen.update((worker.address, now) for worker in self.directory.snapshot())
             # No call can be that old: closing a channel ends the calls that are still on it.
             oldest = now - self.settings.request_timeout_s

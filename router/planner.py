@@ -30,6 +30,7 @@ from router.placement import (
 )
 from router.placement.explain import alternatives
 from router.predictor import Phase, Predictor
+from router.slow_start import SlowStart
 from router.targets import Unattainable
 
 ERRORS_KEPT = 200
@@ -43,6 +44,7 @@ class Planner:
         rules: Rules,
         predictor: Predictor | None = None,
         loads: LoadLedger | None = None,
+        slow_start_s: float = 0.0,
     ) -> None:
         self.predictor = predictor or Predictor()
         self.on_room: Callable[[], None] = lambda: None
@@ -50,6 +52,7 @@ class Planner:
         self._policy = policy
         self._rules = rules
         self._loads = loads or LoadLedger()
+        self._slow_start = SlowStart(slow_start_s)
         self._numbers = itertools.count()
         self._reported: dict[str, tuple[WorkerRecord, int]] = {}
         self._tpot_targets: dict[str, list[float]] = {}
@@ -150,8 +153,10 @@ class Planner:
         for worker in workers:
             load = self._loads.load(worker.worker_id)
             cached = matches.expected_tokens(worker)
+            share = self._slow_start.share(worker)
             if worker.role is Role.PREFILL:
-                candidates.append(Candidate(worker, *load, worker.load.free_blocks, cached))
+                free = worker.load.free_blocks
+                candidates.append(Candidate(worker, *load, free, cached, share=share))
                 continue
             targets = self._tpot_targets.get(worker.worker_id)
             candidates.append(
@@ -162,6 +167,7 @@ class Planner:
                     cached_tokens=cached,
                     prefilling=self._loads.load(f"{worker.worker_id}/prefill"),
                     tightest_tpot_s=targets[0] if targets else float("inf"),
+                    share=share,
                 )
             )
         return candidates
@@ -179,8 +185,9 @@ class Planner:
     def saw_output(self, tokens: int) -> None:
         self.predictor.saw_output(tokens)
 
-    def saw_workers(self, workers: Sequence[WorkerRecord]) -> None:
-        """Forgets those that are gone."""
+    def saw_workers(self, workers: Sequence[WorkerRecord], now: float) -> None:
+        """Notes newcomers, and forgets those that are gone."""
+        self._slow_start.saw(workers, now)
         ids = {worker.worker_id for worker in workers}
         self.predictor.keep_only(ids)
         self._reported = {k: v for k, v in self._reported.items() if k in ids}

@@ -81,6 +81,7 @@ def _origins(value: str) -> str:
 Origins = Annotated[str, AfterValidator(_origins)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+SecondsOrNone = Annotated[float, Field(ge=0, le=86_400)]
 Millis = Annotated[float, Field(gt=0, le=86_400_000)]
 KVPolicyText = Annotated[str, AfterValidator(_kv_policy)]
 NamedTargets = Annotated[str, AfterValidator(_named_targets)]
@@ -180,6 +181,11 @@ class RouterSettings(CommonSettings):
     )
     prefill_backlog_s: Seconds = option(
         0.25, "predicted work given to a prefill worker ahead of its turn", _SECONDS
+    )
+    slow_start_s: SecondsOrNone = option(
+        10.0,
+        "time until a worker that joins others is given as much as they are; 0: at once",
+        "a number of seconds from 0 to 86400",
     )
     ttft_ms: Millis | None = option(None, "target for the time to first token", _MILLIS)
     tpot_ms: Millis | None = option(None, "target for the time per further token", _MILLIS)

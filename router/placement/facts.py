@@ -49,6 +49,8 @@ class Candidate(NamedTuple):
     """Prompts that a decode worker computes itself, and their tokens still to compute."""
     tightest_tpot_s: float = math.inf
     """The shortest target among the requests that it decodes."""
+    share: float = 1.0
+    """Of its capacity: a newcomer gets less."""
 
     @property
     def crowding(self) -> tuple[float, str]:

@@ -157,7 +157,7 @@ class Options:
     def _prefill_has_room(self, candidate: Candidate) -> bool:
         if candidate.requests == 0 or math.isinf(self._rules.backlog_s):
             return True
-        return self._pricing.queue_s(candidate) <= self._rules.backlog_s
+        return self._pricing.queue_s(candidate) <= self._rules.backlog_s * candidate.share
 
     def _may_queue(self, decode: Candidate) -> bool:
         """Whether a prompt may join those that a decode worker has to compute."""
@@ -167,7 +167,7 @@ class Options:
 
     def _decode_has_room(self, candidate: Candidate) -> bool:
         record, n = candidate.record, self.request.n
-        if candidate.requests and candidate.requests + n > record.max_num_seqs:
+        if candidate.requests and candidate.requests + n > record.max_num_seqs * candidate.share:
             return False
         # As decode promises them: blocks for the prompt, and one more per choice.
         size = record.layout.block_size
