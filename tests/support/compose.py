@@ -40,6 +40,10 @@ class Compose:
         self._options = ["compose", "--project-name", PROJECT, "--env-file", "/dev/null"]
         self._options += [part for file in files for part in ("--file", file)]
 
+    def changed(self, **variables: str) -> "Compose":
+        """The same project with other variables besides."""
+        return Compose(**{**self._variables, **variables})
+
     def __call__(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         return docker(*self._options, *arguments, timeout_s=timeout_s, **self._variables)
 
