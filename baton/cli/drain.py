@@ -28,7 +28,7 @@ def drain(
 ) -> None:
     """Raises BatonError when the worker is unknown, does not answer or is still busy."""
     worker = find(worker_id, workers_of(redis, url))
-    drained = asyncio.run(_drain(worker, timeout_s, undo, tls))
+    drained = asyncio.run(drain_worker(worker, timeout_s, undo, tls))
     if undo:
         said = "takes new requests again"
     elif drained:
@@ -46,7 +46,10 @@ def find(worker_id: str, workers: list[WorkerRecord]) -> WorkerRecord:
     raise BatonError(f"There is no worker {worker_id}. Live workers: {known}.")
 
 
-async def _drain(worker: WorkerRecord, timeout_s: float, undo: bool, tls: TlsFolder | None) -> bool:
+async def drain_worker(
+    worker: WorkerRecord, timeout_s: float, undo: bool = False, tls: TlsFolder | None = None
+) -> bool:
+    """Whether it has nothing left, after `timeout_s` at most. Raises BatonError."""
     request = worker_pb2.DrainRequest(timeout_s=timeout_s, undo=undo)
     async with open_channel(worker.address, tls) as channel:
         try:

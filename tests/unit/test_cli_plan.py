@@ -125,3 +125,41 @@ def test_the_router_stops_before_the_workers() -> None:
 def test_impossible_numbers_of_workers_are_a_sentence(flag: str) -> None:
     with pytest.raises(SettingsError, match="must be a whole number from 0 to 64"):
         UpSettings.load([flag])
+
+
+@pytest.mark.parametrize(
+    ("argv", "ray"),
+    [
+        ([], None),
+        (["--ray"], "default"),
+        (["--ray", "--decode=2"], "default"),
+        (["--ray=a:1"], "a:1"),
+    ],
+)
+def test_ray_may_be_asked_for_with_and_without_an_address(argv: list[str], ray: str | None) -> None:
+    assert UpSettings.load(argv).ray == ray
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max-decode=2"], "--max-decode needs --ray"),
+        (
+            ["--ray", "--prefill=3", "--max-prefill=2"],
+            "--max-prefill must be at least --prefill, 3",
+        ),
+        (["--ray", "--gpus-per-worker=1.5"], "--gpus-per-worker must be a part of one GPU"),
+        (["--ray", "--tls"], "for this machine only"),
+    ],
+)
+def test_what_makes_no_sense_with_or_without_ray_is_a_sentence(argv: list[str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        UpSettings.load(argv)
+
+
+def test_where_others_place_a_worker_its_host_and_cores_are_left_to_them() -> None:
+    site = Site("redis://127.0.0.1:7000/0", 8123, "smollm2", (), worker_host=None)
+    settings = UpSettings.build(ray="auto", cpus_per_worker=3)
+    (_, prefill, _) = plan(settings, site)
+    assert not [flag for flag in flags_of(prefill) if flag.startswith(("--host", "--cores"))]
+    assert PrefillSettings.load(flags_of(prefill)).threads == 3

@@ -113,6 +113,46 @@ async def test_a_second_stop_kills_at_once() -> None:
     assert time.monotonic() - started < 2
 
 
+async def test_a_child_that_is_added_is_kept_and_one_that_is_removed_is_not() -> None:
+    log = Log()
+    supervisor = Supervisor([python("a", SLEEP)], log, QUICK)
+    running = asyncio.create_task(supervisor.run())
+    supervisor.add(python("b", SLEEP))
+    await eventually(lambda: log.count("up") == 2)
+    os.kill(supervisor.pids()["b"], signal.SIGKILL)
+    await eventually(lambda: log.count("up", "b") == 2)
+    pid = supervisor.pids()["b"]
+    await within(5, supervisor.remove("b"))
+    assert gone(pid) and supervisor.names() == ["a"] and not running.done()
+    supervisor.add(python("b", SLEEP))
+    await eventually(lambda: log.count("up", "b") == 3)
+    supervisor.stop()
+    assert await within(5, running) is None
+    assert log.count("starting it again") == 1 and supervisor.pids() == {}
+
+
+async def test_removing_a_child_that_waits_for_its_restart_is_immediate() -> None:
+    log = Log()
+    slow = RestartPolicy(first_s=600, limit_s=600)
+    supervisor = Supervisor([python("bad", "raise SystemExit(1)")], log, slow)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: log.count("starting it again") == 1)
+    await within(2, supervisor.remove("bad"))
+    assert supervisor.names() == []
+    supervisor.stop()
+    assert await within(5, running) is None
+
+
+async def test_a_policy_without_a_limit_never_gives_up() -> None:
+    log = Log()
+    policy = RestartPolicy(first_s=0.001, limit_s=0.001, max_restarts=None)
+    supervisor = Supervisor([python("bad", "raise SystemExit(1)")], log, policy)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: log.count("starting it again") > 7)
+    supervisor.stop()
+    assert await within(5, running) is None
+
+
 async def test_a_later_stage_is_stopped_only_when_the_earlier_one_is_gone() -> None:
     log = Log()
     slow = (
