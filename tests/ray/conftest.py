@@ -1,5 +1,7 @@
 """Ray nodes, one cluster for all of these tests; the model, and Baton on three nodes."""
 
+import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -24,6 +26,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("BATON_HOME", str(home))
         patch.setenv("BATON_SELF_PROFILE", "false")
+        # A job's entrypoint is a shell command.
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         nodes = RayNodes(3, home)
         nodes.connect()
         yield nodes
