@@ -95,6 +95,7 @@ async def test_a_laptop_needs_no_cluster_and_nothing_of_baton_listens_beyond_it(
     ("flags", "said"),
     [
         (["--ray=127.0.0.1:1"], "There is no Ray cluster at --ray 127.0.0.1:1"),
+        (["--ray=somewhere"], "There is no Ray cluster at --ray somewhere"),
         (["--ray=ray://127.0.0.1:1"], "is a Ray Client"),
         (["--max-decode=2"], "--max-decode needs --ray"),
         (["--ray=local", "--decode=2", "--max-decode=1"], "must be at least --decode, 2"),

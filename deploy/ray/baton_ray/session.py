@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from baton_ray.placer import Placer, this_node
 LOOPBACK = "127.0.0.1"
 # Nothing of ours goes through it; this is the least that Ray takes.
 OBJECT_STORE_BYTES = 80 << 20
+KNOCK_S = 5.0
 
 
 @contextlib.contextmanager
@@ -52,10 +54,21 @@ def _connect(address: str, settings: UpSettings) -> None:
             # As many as are needed: on one machine the workers share its cores anyway.
             "num_cpus": max(_most_cpus(settings), os.cpu_count() or 1),
         }
+    elif address != "auto":
+        _knock(address)
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise BatonError(f"There is no Ray cluster at --ray {settings.ray}: {error}") from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), KNOCK_S).close()
+    except (OSError, ValueError) as error:
+        raise BatonError(f"There is no Ray cluster at --ray {address}: {error}") from error
 
 
 def _most_cpus(settings: UpSettings) -> int:
