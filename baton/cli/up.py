@@ -186,9 +186,9 @@ async def _announce_ready(settings: UpSettings, site: Site, say: Say) -> None:
         say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")
 
 
-def router_url(settings: UpSettings, port: int) -> str:
-    """From this machine."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+def router_url(settings: UpSettings, port: int, here: str = "127.0.0.1") -> str:
+    """`here`: how a router is called that listens on all addresses of this machine."""
+    host = here if settings.host in ("0.0.0.0", "::") else settings.host
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import make_site, run
+from baton.cli.up import make_site, router_url, run
 from baton.cli.up_settings import UpSettings
 from baton_ray.placer import Placer, this_node
 from baton_ray.session import ray_ground
@@ -33,10 +33,11 @@ _log = logging.getLogger("ray.serve")
 )
 class Baton:
     def __init__(self, given: dict[str, Any]) -> None:
-        given = {"host": get_node_ip_address()} | given
+        here = get_node_ip_address()
+        given = {"host": here} | given
         self._settings = UpSettings.build(**given)
         site = make_site(self._settings, given)
-        self._router = f"http://{self._settings.host}:{site.port}"
+        self._router = router_url(self._settings, site.port, here)
         self._placer = Placer(self._settings, this_node())
         self._supervisor: Supervisor | None = None
         ground = ray_ground(self._settings, self._placer, local=False)
