@@ -143,10 +143,17 @@ def test_a_submitted_job_serves_until_it_is_stopped(
 
 
 def job(verb: str, dashboard: int, *arguments: str) -> None:
+    """Again while the agents that take jobs are not there yet."""
     address = f"--address=http://127.0.0.1:{dashboard}"
-    command = [Path(sys.executable).parent / "ray", "job", verb, address]
-    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    command = [Path(sys.executable).parent / "ray", "job", verb, address, *arguments]
+    deadline = time.monotonic() + START_S
+    while True:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if ended.returncode == 0:
+            return
+        assert "No available agent" in ended.stderr + ended.stdout, ended.stdout + ended.stderr
+        assert time.monotonic() < deadline
+        time.sleep(1)
 
 
 def test_a_serve_application_points_to_its_router_and_ends_with_it(
