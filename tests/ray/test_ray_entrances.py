@@ -21,12 +21,12 @@ from baton.store import StoredModel
 from tests.support.ray_nodes import COMPLETIONS, RayNodes
 from tests.support.up import baton_up
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--dtype=float32", "--num-blocks=64", "--decode-prefills=never")
 QUESTION = {"prompt": "One day", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-START_S = 120.0
+START_S = 240.0
 
 
 def ask(url: str) -> str:
@@ -128,9 +128,10 @@ def test_a_submitted_job_serves_until_it_is_stopped(
     nodes: RayNodes, tiny_chat: StoredModel
 ) -> None:
     """On a cluster with a dashboard, which takes jobs."""
-    dashboard, port, name = free_port(), free_port(), "baton-job"
+    dashboard, agent, port, name = free_port(), free_port(), free_port(), "baton-job"
     entry = f"baton up --ray --port={port} --model={tiny_chat.path} {' '.join(QUICK)}"
     head = {"include_dashboard": True, "dashboard_port": dashboard}
+    head["dashboard_agent_listen_port"] = agent  # the other head has the usual one
     others = RayNodes(1, nodes.home, **head)
     try:
         job("submit", dashboard, "--submission-id", name, "--no-wait", "--", *entry.split())
