@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+MAX_KERNEL = 255
+"""Pooling takes time in proportion to it, in every layer, while others wait for the step."""
+
 
 @dataclass(frozen=True)
 class KVPolicy:
@@ -141,8 +144,8 @@ class SnapKV(_Budgeted):
 
     def __post_init__(self) -> None:
         _at_least("window", self.window, 1)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be an odd number of at least 1, not {self.kernel}")
+        if not 1 <= self.kernel <= MAX_KERNEL or self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be an odd number up to {MAX_KERNEL}, not {self.kernel}")
         super().__post_init__()
 
     @property

@@ -53,13 +53,16 @@ class BoundedHead(HttpToolsProtocol):
     _received = 0
     """While the head is not complete."""
     _parsed = 0
+    _ended = False
+    """Whether a message has ended in the data at hand: the beginning of it is no head."""
 
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._received > MAX_HEAD_BYTES:
             self.send_400_response("")
             return
+        self._ended = False
         super().data_received(data)
-        if self._in_head:
+        if self._in_head and not self._ended:
             self._received += len(data)
 
     def on_message_begin(self) -> None:
@@ -79,7 +82,7 @@ class BoundedHead(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._in_head, self._received = True, 0
+        self._in_head, self._received, self._ended = True, 0, True
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:

@@ -23,12 +23,15 @@ Authority = Annotated[
     Path, typer.Option("--authority", "-a", help="Folder of the authority; keep it off servers.")
 ]
 HERE = Path("baton-certs")
+MAX_DAYS = 36_500
 
 
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder for the authority.")] = HERE,
-    days: Annotated[float, typer.Option(min=0.01, help="Life of the authority.")] = 3650,
+    days: Annotated[
+        float, typer.Option(min=0.01, max=MAX_DAYS, help="Life of the authority.")
+    ] = 3650,
 ) -> None:
     """Make an authority: ca.crt, and ca.key which only its owner can read."""
     tls.create(folder, timedelta(days=days))
@@ -43,7 +46,9 @@ def issue(
         list[str] | None,
         typer.Option(help="Name or address that others call it by; repeat for more."),
     ] = None,
-    hours: Annotated[float, typer.Option(min=0.001, help="Life of the certificate.")] = 24.0,
+    hours: Annotated[
+        float, typer.Option(min=0.001, max=MAX_DAYS * 24, help="Life of the certificate.")
+    ] = 24.0,
     authority: Authority = HERE,
 ) -> None:
     """Issue a certificate for a process: ca.crt, tls.crt and tls.key."""
@@ -70,7 +75,9 @@ def keep(
     host: Annotated[
         list[str], typer.Option(help="Name or address of workers and gateway; repeat for more.")
     ],
-    hours: Annotated[float, typer.Option(min=0.001, help="Life of the certificates.")] = 24.0,
+    hours: Annotated[
+        float, typer.Option(min=0.001, max=MAX_DAYS * 24, help="Life of the certificates.")
+    ] = 24.0,
     authority: Authority = HERE,
 ) -> None:
     """Make an authority and certificates for a whole cluster, and renew them until stopped."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from baton.cluster.errors import BatonError, SettingsError
-from router.access.keys import ApiKey, hash_of, new_key, parse_keys
+from router.access.keys import ApiKey, hash_of, key_of, new_key, parse_keys
 
 app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
 
@@ -31,17 +31,17 @@ def new(
     """Make a key. It is shown once: only its hash is kept."""
     key = new_key()
     try:
-        entry = ApiKey(
-            name=name,
-            sha256=hash_of(key),
-            tenant=tenant or name,
-            cache_group=cache_group,
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            admin=admin,
-        )
+        fields = {
+            "sha256": hash_of(key),
+            "tenant": tenant or name,
+            "cache_group": cache_group,
+            "requests_per_minute": requests_per_minute,
+            "tokens_per_minute": tokens_per_minute,
+            "admin": admin,
+        }
+        entry = key_of(name, fields)
     except ValueError as error:
-        raise SettingsError(f"There can be no such key: {error}") from error
+        raise SettingsError(f"There can be no such key: {error}.") from error
     if file is None:
         typer.echo(f"key:  {key}\nline: {entry.line()}")
         return
@@ -60,9 +60,15 @@ def ls(file: Annotated[Path, typer.Argument(help="A file of keys.")]) -> None:
 def _append(file: Path, entry: ApiKey) -> None:
     if file.exists() and any(key.name == entry.name for key in _keys(file)):
         raise BatonError(f"{file} has a key named {entry.name} already.")
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as lines:
-        lines.write(entry.line() + "\n")
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a+b") as lines:
+            size = lines.seek(0, os.SEEK_END)
+            lines.seek(max(0, size - 1))
+            own_line = b"" if lines.read() in (b"", b"\n") else b"\n"
+            lines.write(own_line + entry.line().encode() + b"\n")
+    except OSError as error:
+        raise BatonError(f"{file} cannot be written: {error.strerror}.") from error
 
 
 def _keys(file: Path) -> tuple[ApiKey, ...]:

@@ -52,13 +52,14 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
         lines = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"API keys are not valid TOML: {error}") from error
-    keys = tuple(_key(name, fields) for name, fields in lines.items())
+    keys = tuple(key_of(name, fields) for name, fields in lines.items())
     if len({key.sha256 for key in keys}) < len(keys):
         raise ValueError("two API keys have the same hash")
     return keys
 
 
-def _key(name: str, fields: Any) -> ApiKey:
+def key_of(name: str, fields: Any) -> ApiKey:
+    """Raises ValueError with a sentence that names the key and the field."""
     if not isinstance(fields, dict):
         raise ValueError(f"API key {name!r} must be a table with at least sha256")
     try:

@@ -1,6 +1,7 @@
 """Who may use the gateway, how much, and what one tenant learns of another: nothing."""
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -186,6 +187,28 @@ async def test_headers_without_end_get_431(gateway: RunningGateway, keys: Keys) 
     assert b"400 Bad Request" in await answer(b"nonsense\r\n\r\n")
     fits = start + b"x-fits: " + b"a" * (MAX_HEAD_BYTES - 1000) + b"\r\nconnection: close\r\n\r\n"
     assert (await answer(fits)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_long_body_is_not_counted_as_headers_of_the_next_request(
+    gateway: RunningGateway, keys: Keys
+) -> None:
+    """The last piece of a body was once: the next request of its connection got 431."""
+    body = b'{"model":"bytes","user":"' + b"y" * (4 * MAX_HEAD_BYTES) + b'"}'
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    head += f"authorization: {keys.headers['alice']['authorization']}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    async with asyncio.timeout(10):
+        for _ in range(8):
+            writer.write(head.encode() + body)
+            status = await reader.readline()
+            rest = await reader.readuntil(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", rest)
+            assert status.startswith(b"HTTP/1.1 400 "), status
+            assert b"prompt must not be empty" in await reader.readexactly(int(length))
+        writer.write(b"GET /health HTTP/1.1\r\nconnection: close\r\nx-large: ")
+        writer.write(b"a" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+    writer.close()
 
 
 async def test_browsers_may_call_from_listed_origins_only(model: TextModel, keys: Keys) -> None:

@@ -153,4 +153,18 @@ def test_the_command_shows_a_key_once_and_keeps_its_hash(tmp_path: Path) -> None
     key, line = (part.partition(": ")[2].strip() for part in shown.splitlines())
     (bob,) = parse_keys(line)
     assert bob.admin and bob.sha256 == hash_of(key)
-    assert isinstance(run.invoke(app, ["new", "b b"]).exception, SettingsError)
+    refused = run.invoke(app, ["new", "b b"]).exception
+    assert isinstance(refused, SettingsError)
+    assert "'b b'" in str(refused) and len(str(refused).splitlines()) == 1
+
+
+def test_a_key_never_joins_the_line_before_it(tmp_path: Path) -> None:
+    """A last line without its end once made one line of two keys, and the file unreadable."""
+    path = tmp_path / "keys.toml"
+    run = CliRunner()
+    run.invoke(app, ["new", "alice", "--file", str(path)])
+    path.write_text(path.read_text().rstrip("\n"))
+    run.invoke(app, ["new", "bob", "--file", str(path)])
+    assert [key.name for key in parse_keys(path.read_text())] == ["alice", "bob"]
+    missing = run.invoke(app, ["new", "eve", "--file", str(tmp_path / "no" / "keys.toml")])
+    assert "cannot be written" in str(missing.exception)

@@ -41,6 +41,8 @@ def test_a_policy_reads_as_it_is_written(text: str, policy: KVPolicy) -> None:
         ("snapkv(budget=0%)", "above 0"),
         ("snapkv(budget=101%)", "at most 100 %"),
         ("snapkv(budget=0.5,kernel=4)", "odd"),
+        # Once taken: pooling over it held up a prefill worker for minutes.
+        ("snapkv(budget=0.5,kernel=999999999)", "odd number up to 255"),
         ("h2o(budget=1)", "above 1 tokens"),
         ("h2o(budget=99999999999)", "must be a number"),
     ],

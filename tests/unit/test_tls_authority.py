@@ -126,6 +126,12 @@ def test_the_commands_make_show_and_renew_certificates(tmp_path: Path) -> None:
     assert told == run("show", worker)
     assert "not due" in run("renew", worker, "-a", ca)
     assert "renewed" in run("renew", worker, "-a", ca, "--force")
-    for wrong in (["chef", worker, "--host", "x"], ["decode", worker]):
+    for wrong in (
+        ["chef", worker, "--host", "x"],
+        ["decode", worker],
+        ["decode", worker, "--host", ""],
+        ["decode", worker, "--host", "höst"],
+    ):
         result = CliRunner().invoke(app, ["issue", *wrong, "-a", ca])
         assert isinstance(result.exception, SettingsError)
+    run("issue", "decode", worker, "--host", "x", "-a", ca, "--hours", "1e15", code=2)

@@ -142,7 +142,7 @@ def read(folder: Path) -> Issued:
 def _check(order: Order) -> None:
     if order.role not in ROLES:
         raise SettingsError(f"--role must be one of {', '.join(ROLES)}, not {order.role!r}.")
-    if order.role in SERVERS and not order.hosts:
+    if "" in order.hosts or (order.role in SERVERS and not order.hosts):
         raise SettingsError("--host must name at least one host: others check it when they call.")
     if order.life <= timedelta(0):
         raise SettingsError("The life of a certificate must be positive.")
@@ -205,7 +205,12 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(host)
+    except ValueError as error:
+        message = f"--host must be an address or a name in ASCII (punycode), not {host!r}."
+        raise SettingsError(message) from error
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
