@@ -19,6 +19,7 @@ from baton.engine.transfer.base import (
     TransportFailed,
 )
 from baton.engine.transfer.offload import copying
+from baton.engine.transfer.wire import codecs_of
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
 from baton.worker.translate import layout_to_pb
@@ -46,16 +47,18 @@ class Inbox:
             transports=self._transports,
             torch_backends=torch_dist.backends(self._device),
             layout=layout_to_pb(self._layout),
+            codecs=codecs_of(self._layout),
         )
 
     async def deliver(
-        self, carrier: Carrier, num_bytes: int, checksum: int | None, write: Write
+        self, carrier: Carrier, work: int, checksum: int | None, write: Write
     ) -> None:
-        """Hands the bytes to `write`, many of them in a thread. Raises TransportFailed,
-        HandoffRefused for more bytes than any frame may have, or what `write` raises."""
+        """Hands the bytes to `write`, in a thread if that is much work (in bytes copied). Raises
+        TransportFailed, HandoffRefused for more bytes than any frame may have, or what `write`
+        raises."""
         if isinstance(carrier, ShmBlocks):
             self._check_offered("shm")
-            await copying(num_bytes, write, self.pools.find(carrier), checksum)
+            await copying(work, write, self.pools.find(carrier), checksum)
             return
         size = carrier.size if isinstance(carrier, TorchMessage) else len(carrier)
         if size > MAX_FRAME_BYTES:
@@ -64,7 +67,7 @@ class Inbox:
             self._check_offered("torch")
             await self.groups.take(carrier, write)
         else:
-            await copying(num_bytes, write, carrier, checksum)
+            await copying(work, write, carrier, checksum)
 
     def resources(self) -> TransferResources:
         return TransferResources(len(self.groups), self.pools.num_bytes, self.groups.num_bytes)

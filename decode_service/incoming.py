@@ -11,44 +11,49 @@ import threading
 import numpy as np
 
 from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
 from baton.engine.transfer.base import Commit, HandoffDamaged, HandoffRefused, Payload
-from baton.engine.transfer.payload import num_bytes, smaller_blocks, write_payload
-from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.landing import Landing
+from baton.engine.transfer.plan import RAW, FramePlan
 from decode_service.reservations import Reservation, Reservations, State
 
 
 class IncomingHandoff:
-    """For a reservation in state RECEIVING. Positions count blocks of `block_size` tokens, which
-    may be smaller than the cache's own."""
+    """For a reservation in state RECEIVING. `source` is the sender's layout in blocks of the
+    hand-off, which positions count; they may be smaller than the cache's own."""
 
     def __init__(
         self,
         reservations: Reservations,
         reservation: Reservation,
         cache: KVCache,
-        block_size: int,
+        source: KVLayout,
     ) -> None:
+        """Raises HandoffRefused."""
         self.bytes_received = 0
         self.blocks_received = 0
         self.num_frames = 0
         self.committed = False
         self._reservations = reservations
         self._reservation = reservation
-        self._cache = cache.in_blocks_of(block_size)
-        ratio = cache.layout.block_size // block_size
-        self._table = smaller_blocks(reservation.seq.held_blocks, ratio)
+        self._landing = Landing(cache, source, reservation.seq)
+        self._approximate = self._landing.converts
         self._ended = False
         self._expected: dict[int, FramePlan] = {}
         """By sequence: booked, and not yet applied."""
         self._writing = threading.Lock()
-        positions = reservation.seq.handoff_positions(block_size)
-        self._asked_for = positions[reservation.num_held * ratio :]
-        self._missing = np.zeros((cache.layout.num_layers, len(self._table)), dtype=bool)
+        num_held = reservation.num_held * (cache.layout.block_size // source.block_size)
+        self._asked_for = self._landing.positions[num_held:]
+        self._missing = np.zeros((source.num_layers, len(self._landing.table)), dtype=bool)
         """[layer, block position]: asked for, and not booked."""
         self._missing[:, self._asked_for] = True
 
     def num_bytes(self, plan: FramePlan) -> int:
-        return num_bytes(self._cache, plan)
+        return self._landing.num_bytes(plan)
+
+    def work(self, plan: FramePlan) -> int:
+        """Of `write`, in bytes copied."""
+        return self._landing.work(plan)
 
     def expect(self, sequence: int, plan: FramePlan) -> None:
         self._check_state()
@@ -73,11 +78,13 @@ class IncomingHandoff:
         with self._writing:
             if self._ended or self._expected.get(sequence) is not plan:
                 raise HandoffRefused(f"frame {sequence} is not expected any more")
-            write_payload(self._cache, plan, payload, checksum, self._table)
+            self._landing.write(plan, payload, checksum)
 
     def applied(self, sequence: int) -> None:
         self._check_state()
-        self.bytes_received += self.num_bytes(self._expected.pop(sequence))
+        plan = self._expected.pop(sequence)
+        self.bytes_received += self.num_bytes(plan)
+        self._approximate |= plan.codec != RAW
         self._reservation.on_frame()
 
     def commit(self, commit: Commit) -> None:
@@ -91,6 +98,7 @@ class IncomingHandoff:
         if choices != list(self._reservation.seq.choices):
             raise HandoffDamaged(f"first tokens are for choices {choices}")
         self.blocks_received = len(self._asked_for)
+        self._reservation.seq.is_approximate = self._approximate
         self._reservations.commit(self._reservation, commit.first_tokens)
         self._ended = self.committed = True
 
@@ -107,8 +115,10 @@ class IncomingHandoff:
     def _place(self, sequence: int, plan: FramePlan) -> tuple[slice, np.ndarray]:
         """Where in `_missing` a frame belongs."""
         end = plan.layer_start + plan.layer_count
-        if plan.layer_count < 1 or end > self._cache.layout.num_layers:
+        if plan.layer_count < 1 or end > len(self._missing):
             raise HandoffRefused(f"layers [{plan.layer_start}, {end}) do not exist here")
+        if plan.codec not in self._landing.codecs:
+            raise HandoffRefused(f"codec {plan.codec!r} is not one of {self._landing.codecs}")
         positions = np.array(plan.positions, dtype=np.int64)
         if not len(positions) or (np.diff(positions) < 1).any():
             raise HandoffRefused(f"frame {sequence} does not name its blocks in ascending order")

@@ -19,7 +19,7 @@ from baton.engine.transfer.base import (
     TorchMessage,
     TransportFailed,
 )
-from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.plan import RAW, FramePlan
 from baton.v1 import kv_pb2
 from baton.worker.kv_wire import WireFrame
 from baton.worker.translate import first_token_from_pb
@@ -108,9 +108,9 @@ class Receiving:
         if self._dropping and sequence > self._handoff.num_frames:
             return
         self._dropping = False
-        plan = FramePlan(data.layer_start, data.layer_count, tuple(data.blocks))
+        plan = FramePlan(data.layer_start, data.layer_count, tuple(data.blocks), data.codec or RAW)
         self._handoff.expect(sequence, plan)
-        write, size = partial(self._handoff.write, sequence, plan), self._handoff.num_bytes(plan)
+        write, size = partial(self._handoff.write, sequence, plan), self._handoff.work(plan)
         delivery = self._inbox.deliver(_carrier(frame), size, checksum, write)
         writing = asyncio.create_task(delivery)
         writing.add_done_callback(_seen)

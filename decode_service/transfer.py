@@ -55,7 +55,7 @@ class KVTransferServicer:
             reservation = self._worker.reservation(opening.open.reservation_id, opening.open.secret)
             block_size = handoff_block_size(opening.open.layout, self._layout)
             async with self._worker.receive(
-                reservation, opening.open.generation, block_size
+                reservation, opening.open.generation, opening.open.layout.dtype, block_size
             ) as handoff:
                 await Receiving(handoff, self._inbox, reader, context.write).run()
             await context.write(

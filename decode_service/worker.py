@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.decode_scheduler import DecodeScheduler
@@ -227,13 +227,18 @@ class DecodeWorker:
 
     @asynccontextmanager
     async def receive(
-        self, reservation: Reservation, generation: int, block_size: int
+        self, reservation: Reservation, generation: int, dtype: str, block_size: int
     ) -> AsyncIterator[IncomingHandoff]:
-        """One incoming hand-off in blocks of `block_size` tokens; leaving without commit aborts it.
-        Raises HandoffRefused."""
+        """One incoming hand-off of KV of `dtype` in blocks of `block_size` tokens; leaving without
+        commit aborts it. Raises HandoffRefused."""
         await self._reservations.fence(reservation, generation)
         self._reservations.open(reservation, generation)
-        handoff = IncomingHandoff(self._reservations, reservation, self._cache, block_size)
+        source = replace(self._cache.layout, dtype=dtype, block_size=block_size)
+        try:
+            handoff = IncomingHandoff(self._reservations, reservation, self._cache, source)
+        except BaseException:
+            self._reservations.abort(reservation)
+            raise
         task, told_to_end = asyncio.current_task(), False
 
         def end() -> None:

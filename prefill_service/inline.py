@@ -9,7 +9,8 @@ import torch
 
 from baton.engine.transfer.base import BlockReader, Shipment, TransportFailed
 from baton.engine.transfer.offload import copying
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, FramePlan
+from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, RAW, FramePlan
+from baton.engine.transfer.wire import work
 from baton.worker import kv_wire
 
 
@@ -32,7 +33,9 @@ class InlineLink:
         except TimeoutError:
             raise TransportFailed(f"no room in flight for {self._timeout_s} s") from None
         try:
-            message = await copying(reader.num_bytes(plan), _message, reader, plan, sequence)
+            message = await copying(
+                work(reader.num_bytes(plan), plan.codec == RAW), _message, reader, plan, sequence
+            )
         except BaseException:
             self._in_flight.release()
             raise

@@ -20,6 +20,8 @@ from baton.engine.sequence import Sequence
 from baton.engine.transfer import shm, torch_dist
 from baton.engine.transfer.base import HandoffRefused, PayloadLink, TransportFailed
 from baton.engine.transfer.payload import SequenceReader
+from baton.engine.transfer.plan import RAW
+from baton.engine.transfer.wire import codecs_of
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
 from baton.worker.translate import handoff_block_size
@@ -58,6 +60,12 @@ class Pairs:
         block_size = handoff_block_size(layout, destination.offer.layout)
         if not seq.kv_policy.is_full and layout.block_size != destination.offer.layout.block_size:
             raise HandoffRefused(f"kv_policy {seq.kv_policy.name} needs blocks of one size")
+        theirs = destination.offer.layout.dtype
+        if seq.kv_policy.keeps_state and layout.dtype != theirs:
+            raise HandoffRefused(
+                f"kv_policy {seq.kv_policy.name} needs caches of one dtype, not "
+                f"{layout.dtype!r} at prefill and {theirs!r} at decode"
+            )
         reader = SequenceReader(
             self._cache.in_blocks_of(block_size),
             seq,
@@ -71,6 +79,7 @@ class Pairs:
             reader,
             self._pair(destination),
             self.settings.handoff_timeout_s,
+            lambda link: self._codec(destination.offer),
         )
 
     def links(self) -> tuple[WorkerLink, ...]:
@@ -89,6 +98,12 @@ class Pairs:
             pair.torch.close()
         if self.memory is not None:
             self.memory.close()
+
+    def _codec(self, offer: common_pb2.TransferOffer) -> str:
+        able = set(codecs_of(self._cache.layout)) & set(offer.codecs)
+        quantized = self._cache.layout.quantized is not None
+        codec = self.settings.wire_codec
+        return codec if codec in able and not quantized else RAW
 
     def _pair(self, destination: common_pb2.Reservation) -> "Pair":
         pair = self._pairs.get(destination.address)

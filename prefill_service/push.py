@@ -8,8 +8,8 @@ every frame is acknowledged: nobody commits what was read too late.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Collection
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import grpc
@@ -26,7 +26,7 @@ from baton.engine.transfer.base import (
     Shipment,
     TransportFailed,
 )
-from baton.engine.transfer.plan import FramePlan, split
+from baton.engine.transfer.plan import RAW, FramePlan, split
 from baton.v1 import common_pb2, kv_pb2
 from baton.worker import kv_wire
 from baton.worker.translate import first_token_to_pb, layout_to_pb
@@ -68,7 +68,9 @@ class PushSender:
         reader: BlockReader,
         links: Links,
         timeout_s: float,
+        codec_on: Callable[[PayloadLink], str] = lambda link: RAW,
     ) -> None:
+        """`codec_on` is asked before the first frame on a link that can carry encoded blocks."""
         self.num_frames = 0
         """Of those written so far; fewer again when some must go another way."""
         self.bytes_sent = 0
@@ -86,6 +88,8 @@ class PushSender:
         self._reader = reader
         self._links = links
         self._timeout_s = timeout_s
+        self._codec_on = codec_on
+        self._codecs: dict[PayloadLink, str] = {}
         self._call: grpc.aio.StreamStreamCall | None = None
         self._opened = False
         self._link: PayloadLink | None = None
@@ -103,8 +107,9 @@ class PushSender:
             self._listening = asyncio.create_task(self._listen(self._call))
 
     async def send(self, plan: FramePlan) -> None:
-        self._plans.append(plan)
-        self.bytes_sent += self._reader.num_bytes(plan)
+        link = await self._best_link()
+        self._plans.append(replace(plan, codec=self._codec_of(link)))
+        self.bytes_sent += self._reader.num_bytes(self._plans[-1])
         await self._ship()
 
     async def commit(self, first_tokens: tuple[FirstToken, ...]) -> None:
@@ -146,6 +151,7 @@ class PushSender:
                 return
 
     async def _ship_one(self, link: PayloadLink, call: grpc.aio.StreamStreamCall) -> None:
+        self._encode_for(link)
         plan = self._cut(self._plans[0], link.frame_bytes)
         sequence = self.num_frames
         try:
@@ -169,10 +175,27 @@ class PushSender:
         self._writing.add_done_callback(_seen)
         self._frames[sequence] = _Frame(plan, shipment)
 
+    def _codec_of(self, link: PayloadLink) -> str:
+        # Where decode reads blocks in the cache itself, nothing can be encoded.
+        if link not in self._codecs:
+            self._codecs[link] = self._codec_on(link) if link.owns_payloads else RAW
+        return self._codecs[link]
+
+    def _encode_for(self, link: PayloadLink) -> None:
+        """The next plan may have been meant for another link."""
+        plan = self._plans[0]
+        if plan.codec != self._codec_of(link):
+            self._plans[0] = replace(plan, codec=self._codec_of(link))
+            change = self._reader.num_bytes(self._plans[0]) - self._reader.num_bytes(plan)
+            self.bytes_sent += change
+
     def _cut(self, plan: FramePlan, max_bytes: int) -> FramePlan:
         """The first frame of a plan; the rest of it comes next."""
         if self._reader.num_bytes(plan) > max_bytes:
-            unit = self._reader.num_bytes(FramePlan(0, 1, (0,)))
+            unit = max(
+                self._reader.num_bytes(FramePlan(0, 1, (position,), plan.codec))
+                for position in (plan.positions[0], plan.positions[-1])
+            )
             self._plans.popleft()
             self._plans.extendleft(reversed(list(split(plan, unit, max_bytes))))
         return self._plans[0]

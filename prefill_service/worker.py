@@ -116,7 +116,8 @@ class PrefillWorker:
                 transport=handoff.sender.transport if handoff else "",
                 transfers=tuple(handoff.transfers) if handoff else (),
                 totals=seq.prefill_steps,
-                exposed_bytes=handoff.sender.bytes_sent - hidden_bytes if handoff else 0,
+                # Fewer in all than then, when what was to be shared memory goes encoded.
+                exposed_bytes=max(0, handoff.sender.bytes_sent - hidden_bytes) if handoff else 0,
             )
 
     def _sequence(self, job: PrefillJob) -> Sequence:

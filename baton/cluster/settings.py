@@ -35,6 +35,7 @@ __all__ = [
 MAX_BLOCK_SIZE = 256
 DType = Literal["bfloat16", "float32"]
 KVDType = Literal["auto", "fp8", "int8", "int4"]
+WireCodec = Literal["raw", "fp8", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Transport = Literal["auto", "shm", "torch", "grpc"]
 DecodePrefills = Literal["never", "fallback", "auto"]
@@ -297,6 +298,11 @@ class PrefillSettings(WorkerSettings):
     )
     transport_retry_s: Seconds = option(
         10.0, "pause before a transport that failed is tried again", _SECONDS
+    )
+    wire_codec: WireCodec = option(
+        "raw",
+        "how KV is encoded on its way, where it does not stay on one host",
+        choices(WireCodec),
     )
     kv_checksum: bool = option(True, "put a checksum on every frame of KV", _SWITCH)
     worker_id: Name = Field(

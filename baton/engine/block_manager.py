@@ -194,8 +194,8 @@ class BlockManager:
 
     def publish_computed(self, seq: TokenSequence) -> None:
         """Publishes the blocks that computation has filled since the last call, as long as the
-        table holds all tokens."""
-        if seq.num_dropped_tokens or not seq.kv_policy.shares_prefix:
+        table holds all tokens as this worker computes them."""
+        if seq.num_dropped_tokens or seq.is_approximate or not seq.kv_policy.shares_prefix:
             return
         hashes = seq.full_block_hashes(self.block_size, seq.num_computed_tokens)
         for position in range(seq.num_published_blocks, len(hashes)):

@@ -1,11 +1,12 @@
 """The shape of a KV cache as both ends of a hand-off must agree on it. No torch.
 
-Two caches can exchange blocks exactly when their layouts are equal.
+Two caches exchange blocks as they are when their layouts are equal; a dtype may differ where
+`converts` says so.
 """
 
 from dataclasses import dataclass
 
-from baton.engine.kv.quantized_sizes import QuantizedSizes
+from baton.engine.kv.quantized_sizes import KINDS, QuantizedSizes
 from baton.engine.model_config import ModelConfig
 from baton.kv_policy import states_per_block
 
@@ -15,6 +16,14 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 def kv_dtype(kind: str, compute_dtype: str) -> str:
     """`KVLayout.dtype` of a cache of some kind ("auto" is the model's own dtype)."""
     return compute_dtype if kind == "auto" else f"{kind}/{compute_dtype}"
+
+
+def converts(prefill: str, decode: str) -> bool:
+    """Whether a cache of the first `KVLayout.dtype` can be written into one of the second. What is
+    quantized once is not quantized again in another way."""
+    kind, _, compute = decode.rpartition("/")
+    known = compute in DTYPE_BYTES and (not kind or kind in KINDS)
+    return prefill == decode or (prefill in DTYPE_BYTES and known)
 
 
 @dataclass(frozen=True)

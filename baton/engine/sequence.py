@@ -93,6 +93,8 @@ class Sequence:
         """What the model runner keeps of a prompt until the policy has chosen from it."""
         self.num_cached_tokens = 0
         self.num_published_blocks = 0
+        self.is_approximate = False
+        """Its cache is not what this worker would have computed, so none of it is shared."""
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.recompute_below = 0
@@ -138,16 +140,25 @@ class Sequence:
         """Computed tokens in those blocks."""
         return self.num_kept_tokens - self.num_outside_blocks * block_size
 
-    def handoff_positions(self, block_size: int) -> list[int]:
+    def num_full_shipped(self, block_size: int) -> int:
+        """Full blocks of what a hand-off of the initial tokens ships; they come first."""
+        return self._num_shipped_tokens(block_size) // block_size
+
+    def handoff_positions(self, block_size: int, plain: bool = False) -> list[int]:
         """Places in `held_blocks` of what a hand-off of the initial tokens ships: all blocks, or
-        the full ones and, if there is a rest, the tail; with the policy's state if it has one."""
-        kept = self.num_initial_tokens - self.dropped_of(self.num_initial_tokens, block_size)
-        full, rest = divmod(kept, block_size)
+        the full ones and, if there is a rest, the tail; with the policy's state if it has one.
+        `plain`: counted as by a sender whose cache is not quantized."""
+        full, rest = divmod(self._num_shipped_tokens(block_size), block_size)
         num_blocks = full + (rest > 0)
         tail = range(num_blocks, num_blocks + len(self.tail_blocks))
-        if not self.tail_blocks or self.kv_policy.keeps_state:
+        if self.kv_policy.keeps_state:
             return [*range(num_blocks), *tail]
+        if plain or not self.tail_blocks:
+            return [*range(num_blocks)]
         return [*range(full), *(tail if rest else ())]
+
+    def _num_shipped_tokens(self, block_size: int) -> int:
+        return self.num_initial_tokens - self.dropped_of(self.num_initial_tokens, block_size)
 
     @property
     def num_uncomputed_tokens(self) -> int:

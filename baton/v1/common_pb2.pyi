@@ -171,16 +171,18 @@ class Span(_message.Message):
     def __init__(self, start: _Optional[float] = ..., end: _Optional[float] = ...) -> None: ...
 
 class TransferOffer(_message.Message):
-    __slots__ = ("host_id", "transports", "torch_backends", "layout")
+    __slots__ = ("host_id", "transports", "torch_backends", "layout", "codecs")
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     TORCH_BACKENDS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     host_id: str
     transports: _containers.RepeatedScalarFieldContainer[str]
     torch_backends: _containers.RepeatedScalarFieldContainer[str]
     layout: KVLayout
-    def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., torch_backends: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CachePin(_message.Message):
     __slots__ = ("num_tokens", "ttl_s", "tenant")

@@ -32,12 +32,13 @@ class KVOpen(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class KVData(_message.Message):
-    __slots__ = ("sequence", "layer_start", "layer_count", "blocks", "checksum", "payload", "shm", "torch")
+    __slots__ = ("sequence", "layer_start", "layer_count", "blocks", "checksum", "codec", "payload", "shm", "torch")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     TORCH_FIELD_NUMBER: _ClassVar[int]
@@ -46,10 +47,11 @@ class KVData(_message.Message):
     layer_count: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     checksum: int
+    codec: str
     payload: bytes
     shm: ShmBlocks
     torch: TorchMessage
-    def __init__(self, sequence: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ..., shm: _Optional[_Union[ShmBlocks, _Mapping]] = ..., torch: _Optional[_Union[TorchMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., codec: _Optional[str] = ..., payload: _Optional[bytes] = ..., shm: _Optional[_Union[ShmBlocks, _Mapping]] = ..., torch: _Optional[_Union[TorchMessage, _Mapping]] = ...) -> None: ...
 
 class KVCommit(_message.Message):
     __slots__ = ("num_frames", "first_tokens")

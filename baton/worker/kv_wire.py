@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.engine.transfer.base import ShmBlocks, TorchMessage
-from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.plan import RAW, FramePlan
 from baton.v1 import kv_pb2
 
 _FRAME_DATA = kv_pb2.KVFrame.DESCRIPTOR.fields_by_name["data"].number
@@ -71,6 +71,7 @@ def _data(sequence: int, plan: FramePlan, checksum: int | None) -> kv_pb2.KVData
         layer_count=plan.layer_count,
         blocks=plan.positions,
         checksum=checksum,
+        codec="" if plan.codec == RAW else plan.codec,
     )
 
 

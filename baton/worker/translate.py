@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import asdict, fields
 from typing import Literal
 
-from baton.engine.kv_layout import KVLayout
+from baton.engine.kv_layout import KVLayout, converts
 from baton.engine.sampling_params import BeamParams, SamplingParams
 from baton.engine.sequence import FinishReason, Progress, SampledToken, StepOutput
 from baton.engine.transfer.base import FirstToken, HandoffRefused
@@ -167,11 +167,14 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
 def handoff_block_size(prefill: KVLayout | pb.KVLayout, decode: KVLayout | pb.KVLayout) -> int:
     """Tokens per block of what the two exchange. Raises HandoffRefused with the first field in
     which they do not match and both values. `layer_kinds` follows from the fingerprint."""
+    # A block of plain values is slots side by side, and splits; a quantized one is a whole.
+    splits = "/" not in prefill.dtype and (
+        "/" not in decode.dtype or prefill.block_size % decode.block_size == 0
+    )
+    bridged = {"block_size": splits, "dtype": converts(prefill.dtype, decode.dtype)}
     for name in _LAYOUT_FIELDS:
         here, there = getattr(prefill, name), getattr(decode, name)
-        # A block of plain values is slots side by side, and splits; a quantized one is a whole.
-        splits = name == "block_size" and "/" not in prefill.dtype
-        if here != there and not splits:
+        if here != there and not bridged.get(name, False):
             raise HandoffRefused(
                 f"the KV caches do not match: {name} is {here!r} at prefill and {there!r} at decode"
             )

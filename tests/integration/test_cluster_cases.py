@@ -178,13 +178,15 @@ async def ask_as(cluster: Cluster, request_id: str, prompt: list[int], **body: A
 
 
 @pytest.mark.parametrize(
-    ("values", "differs"), [({"dtype": "bfloat16"}, "dtype"), ({"num_blocks": 64}, "")]
+    ("values", "differs"),
+    [({"kv_dtype": "int8"}, "dtype"), ({"num_blocks": 64}, ""), ({"dtype": "bfloat16"}, "")],
 )
 async def test_workers_with_other_kv_never_exchange_it(
     tiny_chat: StoredModel, values: dict[str, Any], differs: str
 ) -> None:
     """Prefill with one KV type and decode with another once gave damaged text at low load and a
-    crash at high load. Such a pair is never formed; a pool of another size is no difference."""
+    crash at high load. What cannot be converted is never exchanged (quantized blocks in a plain
+    cache); a pool of another size is no difference, and another plain type is converted."""
     async with running_cluster(tiny_chat, prefill=values) as cluster:
         response = await cluster.post(COMPLETIONS, **ORDINARY)
         if differs:

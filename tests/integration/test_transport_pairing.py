@@ -94,7 +94,7 @@ DIFFERENT: dict[str, Any] = {
     "num_layers": 4,
     "num_kv_heads": 1,
     "head_dim": 16,
-    "dtype": "int8/bfloat16",
+    "dtype": "float16",
 }
 
 

@@ -16,9 +16,11 @@ import xxhash
 from torch import Tensor
 
 from baton.engine.kv_cache import KVCache
+from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import NO_BLOCK, Sequence
 from baton.engine.transfer.base import Buffer, HandoffDamaged, Payload, SharedBlocks
-from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.plan import RAW, FramePlan
+from baton.engine.transfer.wire import WireForm
 
 _CACHED_BYTES = 512 << 10
 """What one core keeps close: bytes copied a moment ago are hashed from there."""
@@ -37,17 +39,23 @@ class SequenceReader:
         self._cache = cache
         self._seq = seq
         self._ratio = ratio
+        self._form = WireForm(cache.layout, seq.num_full_shipped(cache.layout.block_size))
 
     def num_bytes(self, plan: FramePlan) -> int:
-        return num_bytes(self._cache, plan)
+        return self._form.num_bytes(plan)
 
     def blocks(self, plan: FramePlan) -> tuple[int, ...]:
         table = smaller_blocks(self._seq.held_blocks, self._ratio)
         return tuple([table[position] for position in plan.positions])
 
     def read(self, plan: FramePlan, out: Tensor) -> int | None:
-        flat = out.view(self._cache.data.dtype)
-        self._cache.gather(plan.layer_start, plan.layer_count, self.blocks(plan), flat)
+        blocks = self.blocks(plan)
+        if plan.codec == RAW:
+            flat = out.view(self._cache.data.dtype)
+            self._cache.gather(plan.layer_start, plan.layer_count, blocks, flat)
+        else:
+            unit = self._cache.gather(plan.layer_start, plan.layer_count, blocks)
+            self._form.encode(plan, unit, out)
         return checksum_of(out) if self.checksums else None
 
     def checksum(self, plan: FramePlan) -> int | None:
@@ -86,9 +94,27 @@ def bytes_tensor(payload: Buffer) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def num_bytes(cache: KVCache, plan: FramePlan) -> int:
-    layout = cache.layout
+def num_bytes(layout: KVLayout, plan: FramePlan) -> int:
+    """Of the blocks as they are."""
     return plan.layer_count * len(plan.positions) * layout.bytes_per_block // layout.num_layers
+
+
+def flat_bytes(layout: KVLayout, plan: FramePlan, payload: Payload) -> Tensor:
+    """The payload in one piece; a copy if it lies in the sender's cache of this layout."""
+    if isinstance(payload, Tensor):
+        return payload
+    if not isinstance(payload, SharedBlocks):
+        return bytes_tensor(payload)
+    planes = _planes_of(payload, layout, plan)
+    return torch.from_numpy(planes[:, list(payload.blocks)].reshape(-1))
+
+
+def verify(plan: FramePlan, flat: Tensor, expected: int, checksum: int | None) -> None:
+    """Raises HandoffDamaged."""
+    if flat.numel() != expected:
+        raise HandoffDamaged(f"{_name(plan)} came as {flat.numel()} bytes, {expected} expected")
+    if checksum is not None:
+        _compare(plan, checksum, checksum_of(flat))
 
 
 def write_payload(
@@ -104,18 +130,13 @@ def write_payload(
     if isinstance(payload, SharedBlocks):
         _copy_shared(cache, plan, payload, checksum, blocks)
     else:
-        flat = payload if isinstance(payload, Tensor) else bytes_tensor(payload)
-        _write_flat(cache, plan, flat, checksum, blocks)
+        _write_flat(cache, plan, flat_bytes(cache.layout, plan, payload), checksum, blocks)
 
 
 def _write_flat(
     cache: KVCache, plan: FramePlan, flat: Tensor, checksum: int | None, blocks: list[int]
 ) -> None:
-    expected = num_bytes(cache, plan)
-    if flat.numel() != expected:
-        raise HandoffDamaged(f"{_name(plan)} came as {flat.numel()} bytes, {expected} expected")
-    if checksum is not None:
-        _verify(plan, checksum, checksum_of(flat))
+    verify(plan, flat, num_bytes(cache.layout, plan), checksum)
     shape = cache.layout.unit_shape(plan.layer_count, len(blocks))
     tensor = flat.view(cache.data.dtype).view(shape).to(cache.data.device)
     cache.scatter(plan.layer_start, plan.layer_count, blocks, tensor)
@@ -130,7 +151,7 @@ def _copy_shared(
 ) -> None:
     """Straight from the sender's cache into this one; what has landed is then verified."""
     target = cache.planes(plan.layer_start, plan.layer_count)
-    source = _planes_of(shared, cache, plan)
+    source = _planes_of(shared, cache.layout, plan)
     runs = list(_runs(shared.blocks, blocks))
     if checksum is None:
         for theirs, mine, count in runs:
@@ -147,14 +168,14 @@ def _copy_shared(
             piece = into[mine : mine + count]
             piece[:] = out_of[theirs : theirs + count]
             digest.update(piece)
-    _verify(plan, checksum, digest.intdigest())
+    _compare(plan, checksum, digest.intdigest())
 
 
-def _planes_of(shared: SharedBlocks, cache: KVCache, plan: FramePlan) -> np.ndarray:
+def _planes_of(shared: SharedBlocks, layout: KVLayout, plan: FramePlan) -> np.ndarray:
     """The plan's layers of the sender's cache: (planes of each layer in turn, block, row)."""
-    per_layer = cache.layout.num_planes
-    num_planes = per_layer * cache.layout.num_layers
-    row = cache.layout.bytes_per_block // num_planes
+    per_layer = layout.num_planes
+    num_planes = per_layer * layout.num_layers
+    row = layout.bytes_per_block // num_planes
     size = num_planes * shared.num_blocks * row
     if len(shared.blocks) != len(plan.positions):
         raise HandoffDamaged(f"{_name(plan)} came as {len(shared.blocks)} blocks")
@@ -164,7 +185,7 @@ def _planes_of(shared: SharedBlocks, cache: KVCache, plan: FramePlan) -> np.ndar
     return planes[per_layer * plan.layer_start :][: per_layer * plan.layer_count]
 
 
-def _verify(plan: FramePlan, sent: int, arrived: int) -> None:
+def _compare(plan: FramePlan, sent: int, arrived: int) -> None:
     if sent != arrived:
         raise HandoffDamaged(f"{_name(plan)} fail their checksum")
 

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 DEFAULT_FRAME_BYTES = 4 << 20
+RAW = "raw"
+"""The codec of blocks that travel as they are."""
 
 
 @dataclass(frozen=True)
 class FramePlan:
-    """`positions` count blocks of the prompt from 0, ascending."""
+    """`positions` count blocks of the prompt from 0, ascending; `codec` is how those that are full
+    are written in the payload."""
 
     layer_start: int
     layer_count: int
     positions: tuple[int, ...]
+    codec: str = RAW
 
 
 def split(plan: FramePlan, layer_block_bytes: int, max_bytes: int) -> Iterator[FramePlan]:
