@@ -25,7 +25,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape of a KV cache; two workers exchange KV when what is `exchanged` is equal."""
+    """Shape of a KV cache; see `hands_over_to`."""
 
     fingerprint: str
     num_layers: int
@@ -34,10 +34,13 @@ class KVLayout:
     block_size: int
     dtype: str
 
-    @property
-    def exchanged(self) -> Self:
-        """Without what is re-mapped on the way: blocks of plain values, not of quantized ones."""
-        return self if "/" in self.dtype else dataclasses.replace(self, block_size=1)
+    def hands_over_to(self, decode: Self) -> bool:
+        """Blocks of plain values are cut, and their values converted; quantized ones are wholes."""
+        if "/" in self.dtype:
+            return self == decode
+        whole = "/" in decode.dtype and self.block_size % decode.block_size != 0
+        own = dataclasses.replace(self, dtype=decode.dtype, block_size=decode.block_size)
+        return not whole and own == decode
 
 
 @dataclass(frozen=True)

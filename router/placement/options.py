@@ -63,7 +63,9 @@ class Options:
         self._must_wait = not ready
         self._by_layout: dict[KVLayout, list[Candidate]] = {}
         for prefill in self.prefills:
-            self._by_layout.setdefault(self._exchanged(prefill), []).append(prefill)
+            self._by_layout.setdefault(prefill.record.layout, []).append(prefill)
+        self._matching: dict[KVLayout, list[Candidate]] = {}
+        """By layout of the decode worker; workers of one layout are many."""
         self._busy = {c.record.worker_id for c in decodes if not self._may_queue(c)}
         self.decodes = [c for c in decodes if self._decode_has_room(c) and self._usable(c)]
         if not self.decodes and (request.needs_decode or not self.prefills):
@@ -71,11 +73,19 @@ class Options:
 
     def match(self, prefill: Candidate, decode: Candidate) -> bool:
         """Whether the one can hand over to the other."""
-        return self._exchanged(prefill) == self._exchanged(decode)
+        return self._hands_over(prefill.record.layout, decode.record.layout)
 
     def matching(self, decode: Candidate) -> Sequence[Candidate]:
         """Prefill workers that can hand over to `decode`."""
-        return self._by_layout.get(self._exchanged(decode), ())
+        theirs = decode.record.layout
+        if theirs not in self._matching:
+            self._matching[theirs] = [
+                prefill
+                for layout, prefills in self._by_layout.items()
+                if self._hands_over(layout, theirs)
+                for prefill in prefills
+            ]
+        return self._matching[theirs]
 
     def may_prefill(self, decode: Candidate) -> bool:
         """Whether `decode` may compute the prompt itself."""
@@ -132,10 +142,12 @@ class Options:
 
     # --- who may serve ----------------------------------------------------------------------
 
-    def _exchanged(self, candidate: Candidate) -> KVLayout:
-        """A policy that drops tokens counts in blocks of one size."""
-        layout = candidate.record.layout
-        return layout.exchanged if self.request.kv_policy.is_full else layout
+    def _hands_over(self, prefill: KVLayout, decode: KVLayout) -> bool:
+        """Under a policy that drops tokens blocks have one size; with state, one dtype."""
+        policy = self.request.kv_policy
+        same_size = policy.is_full or prefill.block_size == decode.block_size
+        same_dtype = not policy.keeps_state or prefill.dtype == decode.dtype
+        return same_size and same_dtype and prefill.hands_over_to(decode)
 
     def _nothing(self, decodes: list[Candidate]) -> NoWorker | NoRoom:
         if not decodes:

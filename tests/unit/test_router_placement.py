@@ -37,12 +37,16 @@ def names(chosen: Plan) -> tuple[str | None, str | None]:
 
 
 @every_policy
-def test_a_pair_shares_one_layout(policy: str) -> None:
-    other = dataclasses.replace(LAYOUT, dtype="bfloat16")
+def test_plain_kv_goes_to_any_dtype_and_quantized_kv_to_its_own(policy: str) -> None:
+    other = dataclasses.replace(LAYOUT, dtype="int8/bfloat16")
     pair = (prefill("p", layout=other), decode("d1"), decode("d2", 5, 500, layout=other))
     assert names(plan(*pair, policy=policy)) == ("p", "d2")
     with pytest.raises(NoWorker, match="prefill"):
         plan(prefill("p", layout=other), decode("d1"), policy=policy)
+    assert names(plan(prefill("p"), decode("d", layout=other), policy=policy)) == ("p", "d")
+    larger = dataclasses.replace(other, block_size=2 * LAYOUT.block_size)
+    with pytest.raises(NoWorker, match="prefill"):
+        plan(prefill("p"), decode("d", layout=larger), policy=policy)
 
 
 @every_policy
