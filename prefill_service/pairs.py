@@ -20,14 +20,14 @@ from baton.engine.sequence import Sequence
 from baton.engine.transfer import shm, torch_dist
 from baton.engine.transfer.base import HandoffRefused, PayloadLink, TransportFailed
 from baton.engine.transfer.payload import SequenceReader
-from baton.engine.transfer.plan import RAW
-from baton.engine.transfer.wire import codecs_of
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
 from baton.worker.translate import handoff_block_size
+from prefill_service.encoding import Encoding
 from prefill_service.inline import InlineLink
 from prefill_service.push import PushSender
 from prefill_service.torch_pair import TorchPair
+from prefill_service.wire_policy import Rates
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Pairs:
         self._cache = cache
         self.memory = memory
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
+        self._computing = Rates()
 
     def sender(self, destination: common_pb2.Reservation, seq: Sequence) -> PushSender:
         """Raises HandoffRefused when the two caches do not match."""
@@ -72,14 +73,15 @@ class Pairs:
             self.settings.kv_checksum,
             layout.block_size // block_size,
         )
+        pair, choice = self._pair(destination), self.settings.wire_codec
         return PushSender(
             self.channels.get(destination.address),
             destination,
             layout,
             reader,
-            self._pair(destination),
+            pair,
             self.settings.handoff_timeout_s,
-            lambda link: self._codec(destination.offer),
+            Encoding(choice, destination.offer, reader, seq, pair.rates, self._computing),
         )
 
     def links(self) -> tuple[WorkerLink, ...]:
@@ -98,12 +100,6 @@ class Pairs:
             pair.torch.close()
         if self.memory is not None:
             self.memory.close()
-
-    def _codec(self, offer: common_pb2.TransferOffer) -> str:
-        able = set(codecs_of(self._cache.layout)) & set(offer.codecs)
-        quantized = self._cache.layout.quantized is not None
-        codec = self.settings.wire_codec
-        return codec if codec in able and not quantized else RAW
 
     def _pair(self, destination: common_pb2.Reservation) -> "Pair":
         pair = self._pairs.get(destination.address)
@@ -124,6 +120,7 @@ class Pair:
         self.address = destination.address
         self.incarnation = destination.incarnation
         self.transport = ""
+        self.rates = Rates()
         settings = pairs.settings
         self._pairs = pairs
         self._resting: dict[str, float] = {}

@@ -7,8 +7,9 @@ every frame is acknowledged: nobody commits what was read too late.
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -30,6 +31,7 @@ from baton.engine.transfer.plan import RAW, FramePlan, split
 from baton.v1 import common_pb2, kv_pb2
 from baton.worker import kv_wire
 from baton.worker.translate import first_token_to_pb, layout_to_pb
+from prefill_service.wire_policy import Busy
 
 _ERRORS: dict[grpc.StatusCode, type[HandoffError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: HandoffRefused,
@@ -47,6 +49,16 @@ class Links(Protocol):
 
     def abandoned(self, link: PayloadLink) -> None:
         """A hand-off has ended with payloads that nobody may ever read."""
+
+
+class Codecs(Protocol):
+    """How one hand-off is encoded."""
+
+    def codec_on(self, link: PayloadLink, held: Collection[int]) -> str:
+        """Asked once, before the first frame on the link."""
+
+    def moved(self, link: PayloadLink, codec: str, num_bytes: int, seconds: float) -> None:
+        """All is committed, and went by this link."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,9 @@ class PushSender:
         reader: BlockReader,
         links: Links,
         timeout_s: float,
-        codec_on: Callable[[PayloadLink], str] = lambda link: RAW,
+        encoding: Codecs | None = None,
     ) -> None:
-        """`codec_on` is asked before the first frame on a link that can carry encoded blocks."""
+        """Without `encoding` blocks travel as they are."""
         self.num_frames = 0
         """Of those written so far; fewer again when some must go another way."""
         self.bytes_sent = 0
@@ -88,7 +100,7 @@ class PushSender:
         self._reader = reader
         self._links = links
         self._timeout_s = timeout_s
-        self._codec_on = codec_on
+        self._encoding = encoding
         self._codecs: dict[PayloadLink, str] = {}
         self._call: grpc.aio.StreamStreamCall | None = None
         self._opened = False
@@ -98,6 +110,7 @@ class PushSender:
         self._frames: dict[int, _Frame] = {}
         self._writing: asyncio.Task[None] | None = None
         self._committed = False
+        self._busy = Busy()
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
@@ -125,6 +138,9 @@ class PushSender:
             await self._in_time(call.write(kv_pb2.KVFrame(commit=message)), call)
             while not self._committed and not self._plans:
                 await self._wait_heard(call)
+        if self._encoding is not None and self._link is not None:
+            codec, busy = self._codec_of(self._link), self._busy
+            self._encoding.moved(self._link, codec, busy.num_bytes, busy.seconds)
 
     async def abort(self) -> None:
         if self._listening is not None:
@@ -154,6 +170,7 @@ class PushSender:
         self._encode_for(link)
         plan = self._cut(self._plans[0], link.frame_bytes)
         sequence = self.num_frames
+        self._busy.begin(time.monotonic())
         try:
             shipment = await link.load(self._reader, plan, sequence)
         except TransportFailed as failure:
@@ -176,9 +193,10 @@ class PushSender:
         self._frames[sequence] = _Frame(plan, shipment)
 
     def _codec_of(self, link: PayloadLink) -> str:
-        # Where decode reads blocks in the cache itself, nothing can be encoded.
+        if self._encoding is None:
+            return RAW
         if link not in self._codecs:
-            self._codecs[link] = self._codec_on(link) if link.owns_payloads else RAW
+            self._codecs[link] = self._encoding.codec_on(link, self.held)
         return self._codecs[link]
 
     def _encode_for(self, link: PayloadLink) -> None:
@@ -214,6 +232,7 @@ class PushSender:
         if link is self._link:
             self._links.failed(link, reason)
             self._link = None
+            self._busy = Busy()
 
     async def _opening(self) -> grpc.aio.StreamStreamCall:
         self.open()
@@ -242,7 +261,11 @@ class PushSender:
 
     def _hear(self, ack: kv_pb2.KVAck) -> None:
         for number in [number for number in self._frames if number < ack.frames]:
-            self._frames.pop(number).shipment.release()
+            frame = self._frames.pop(number)
+            frame.shipment.release()
+            self._busy.add(self._reader.num_bytes(frame.plan))
+        if not self._frames:
+            self._busy.end(time.monotonic())
         if ack.unreadable and self._link is not None:
             self._fail_link(self._link, ack.unreadable)
             self.num_frames = ack.frames

@@ -35,7 +35,7 @@ __all__ = [
 MAX_BLOCK_SIZE = 256
 DType = Literal["bfloat16", "float32"]
 KVDType = Literal["auto", "fp8", "int8", "int4"]
-WireCodec = Literal["raw", "fp8", "int8", "int4"]
+WireCodec = Literal["raw", "fp8", "int8", "int4", "auto"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Transport = Literal["auto", "shm", "torch", "grpc"]
 DecodePrefills = Literal["never", "fallback", "auto"]
@@ -301,7 +301,7 @@ class PrefillSettings(WorkerSettings):
     )
     wire_codec: WireCodec = option(
         "raw",
-        "how KV is encoded on its way, where it does not stay on one host",
+        "how KV is encoded on its way by gRPC or torch; auto: where the link is the bottleneck",
         choices(WireCodec),
     )
     kv_checksum: bool = option(True, "put a checksum on every frame of KV", _SWITCH)

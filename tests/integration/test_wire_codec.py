@@ -2,6 +2,7 @@
 definition, computed offline without any hand-off."""
 
 import asyncio
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from baton.engine.llm import LLM
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import Sequence
 from baton.engine.transfer.plan import FramePlan
+from prefill_service import encoding
 from tests.support.client import PairClient, Served, sampling_pb
 from tests.support.handoffs import FIRST, by_hand, lying, until, whole_block
 from tests.support.tiny import run_decode, run_prefill
@@ -172,6 +174,31 @@ async def test_shared_memory_stays_raw_and_a_fallback_from_it_is_encoded(
         served = await client.serve(prompt, sampling)
         assert sent(served) == prefill_bytes(40, "int8") and transport_of(served) != "shm"
         assert served.texts() == [defined(tiny_llama, prompt, "int8", max_tokens=2)]
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+@pytest.mark.parametrize(("transport", "name"), [("grpc", "grpc"), ("torch", "torch:gloo")])
+async def test_auto_measures_its_links_and_encodes_what_a_slow_one_would_hold_up(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, transport: str, name: str
+) -> None:
+    monkeypatch.setattr(encoding, "LEAST_BYTES", 1)
+    async with (
+        run_prefill(tiny_llama, transport=transport, wire_codec="auto") as prefill,
+        run_decode(tiny_llama, transport=transport) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        sampling = sampling_pb(max_tokens=5, ignore_eos=True)
+        assert sent(await client.serve(random_prompt(40, 1), sampling)) == prefill_bytes(40, "raw")
+        (pair,) = prefill.transfer._pairs.values()
+        assert pair.rates.get(f"{name} raw", time.monotonic()) > 0
+        for _ in range(40):  # a link of a few bytes per second, as far as it was measured
+            pair.rates.saw(f"{name} raw", 1.0, 1.0, time.monotonic())
+        pair.rates.saw(f"{name} int8", 1000.0, 1.0, time.monotonic())
+        prompt = random_prompt(41, 2)
+        served = await client.serve(prompt, sampling)
+        assert sent(served) == prefill_bytes(41, "int8")
+        assert served.texts() == [defined(tiny_llama, prompt, "int8", max_tokens=5)]
         await prefill.wait_idle()
         await decode.wait_idle()
 
