@@ -26,6 +26,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("BATON_HOME", str(home))
         patch.setenv("BATON_SELF_PROFILE", "false")
+        patch.setenv("BATON_QUEUE_TIMEOUT_S", "240")  # a busy machine decides no test
         # A job's entrypoint is a shell command.
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         nodes = RayNodes(3, home)

@@ -13,7 +13,7 @@ from tests.support.ray_nodes import COMPLETIONS, BatonOnRay, RayNodes, info
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

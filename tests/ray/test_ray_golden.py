@@ -10,7 +10,7 @@ from tests.golden.oracle import Oracle
 from tests.golden.prompts import golden_prompts
 from tests.support.ray_nodes import RayNodes, baton_on_ray
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
 
 async def test_golden_prompts_give_the_tokens_of_the_offline_engine(nodes: RayNodes) -> None:

@@ -15,7 +15,7 @@ from tests.support.ray_nodes import BatonOnRay, RayNodes, baton_on_ray, until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

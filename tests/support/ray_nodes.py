@@ -26,7 +26,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.answers import Answer, gather_events
 
 COMPLETIONS = "/v1/completions"
-START_S = 120.0
+START_S = 240.0
 REST_S = 30.0
 CPUS = 2
 T = TypeVar("T")
