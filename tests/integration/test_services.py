@@ -401,10 +401,10 @@ async def _push(pair: Pair, frames: list[kv_pb2.KVFrame]) -> grpc.aio.AioRpcErro
 async def test_a_layout_that_differs_is_refused_with_both_values(pair: Pair) -> None:
     call, reservation = await pair.client.reserve(random_prompt(20), sampling_pb())
     frame = opening(pair, reservation)
-    frame.open.layout.dtype = "bfloat16"
+    frame.open.layout.dtype = "int8/float32"
     error = await _push(pair, [frame])
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "'float32'" in (error.details() or "") and "'bfloat16'" in (error.details() or "")
+    assert "'float32'" in (error.details() or "") and "'int8/float32'" in (error.details() or "")
     call.cancel()
     await pair.settle()
 

@@ -14,7 +14,7 @@ import pytest
 
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import TorchMessage, TransportFailed
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES
+from baton.engine.transfer.torch_dist import FRAME_BYTES
 from tests.support.client import PairClient, sampling_pb
 from tests.support.handoffs import until
 from tests.support.tiny import RunningWorker, run_decode, run_prefill
@@ -108,7 +108,7 @@ async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) 
                 used.append(transport_of(served))
         assert used == ["torch:gloo", "grpc"]
         resources = decode.status.activity.transfers.resources()
-        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * DEFAULT_FRAME_BYTES
+        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * FRAME_BYTES
         await first.transfer.close()
         await until(lambda: len(decode.transfer.groups) == 0)
 
