@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 MAX_KERNEL = 255
+MAX_OBSERVED = 512
+"""Tokens whose queries SnapKV keeps outside the pool until the prompt is computed."""
 """Pooling takes time in proportion to it, in every layer, while others wait for the step."""
 
 
@@ -143,7 +145,8 @@ class SnapKV(_Budgeted):
     kernel: int = 7
 
     def __post_init__(self) -> None:
-        _at_least("window", self.window, 1)
+        if not 1 <= self.window <= MAX_OBSERVED:
+            raise ValueError(f"window must be from 1 to {MAX_OBSERVED}, not {self.window}")
         if not 1 <= self.kernel <= MAX_KERNEL or self.kernel % 2 == 0:
             raise ValueError(f"kernel must be an odd number up to {MAX_KERNEL}, not {self.kernel}")
         super().__post_init__()
@@ -229,7 +232,7 @@ def parse_policy(text: str) -> KVPolicy:
 
 
 def _number(name: str, text: str) -> float:
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(%?)", text)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(%?)", text, re.ASCII)
     if match is None or (name != "budget" and not text.isdecimal()):
         raise ValueError(f"{name} must be a number of tokens, not {text!r}")
     if match[2]:

@@ -67,7 +67,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, deadline: float, claim: Claim = ORDINARY) -> AsyncIterator["Slot"]:
-        """Holds a running slot; `deadline` (event loop time) bounds every wait for room."""
+        """Holds a running slot; `deadline` (event loop time) bounds the waits for room."""
         now = asyncio.get_running_loop().time()
         ticket = Ticket(
             next(self._numbers),
@@ -148,8 +148,9 @@ class Slot:
         """The workers had room: let the next in line try too."""
         self._admission._grant()
 
-    async def refused(self) -> None:
-        """The workers are full: wait in the old place for the next chance.
+    async def refused(self, deadline: float | None = None) -> None:
+        """The workers are full: wait in the old place for the next chance, until the slot's own
+        deadline or another one.
 
         Several parts of one request may wait at once; it holds one slot at most.
         """
@@ -158,7 +159,7 @@ class Slot:
             self._admission._running -= 1
         alone = self._ticket not in self._admission._queue
         ticket = self._ticket if alone else replace(self._ticket)
-        await self._admission._wait(ticket, self._deadline)
+        await self._admission._wait(ticket, self._deadline if deadline is None else deadline)
         if self._held:
             self._admission._release()
         self._held = True

@@ -88,7 +88,7 @@ class Conductor:
                     raise
                 full.clear()
                 with timed(trail, "admission"):
-                    await slot.refused()
+                    await slot.refused(leg.room_by)
                 continue
             if not leg.failures:
                 self.planner.check(plan, leg.facts)
@@ -109,8 +109,9 @@ class Conductor:
         """Continues every unfinished choice of a broken leg from the tokens it has given."""
         self.metrics.retries.labels("continued").inc()
         choices = output.generation.choices
+        room_by = asyncio.get_running_loop().time() + self.settings.queue_timeout_s
         legs = [
-            leg.resumed(index, choices[index].token_ids)
+            leg.resumed(index, choices[index].token_ids, room_by)
             for index in output.generation.unfinished(leg.choices)
         ]
         try:

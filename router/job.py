@@ -100,17 +100,21 @@ class Leg:
     sampling: common_pb2.SamplingParams
     output_token_ids: tuple[int, ...] = ()
     failures: list[WorkerFault] = field(default_factory=list)
+    room_by: float | None = None
+    """Until when it may wait for room (event loop time); None: as long as its job may."""
 
     @classmethod
     def whole(cls, job: Job) -> "Leg":
         return cls(job, tuple(range(job.sampling.n)), job.sampling)
 
-    def resumed(self, choice: int, token_ids: Sequence[int]) -> "Leg":
-        """`choice` alone, after the tokens it has given."""
+    def resumed(self, choice: int, token_ids: Sequence[int], room_by: float) -> "Leg":
+        """`choice` alone, after the tokens it has given. Its job's time in the queue may be long
+        over, so its wait for room has one of its own."""
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(self.sampling)
         sampling.n = 1
-        return Leg(self.job, (choice,), sampling, tuple(token_ids), [*self.failures])
+        failures = [*self.failures]
+        return Leg(self.job, (choice,), sampling, tuple(token_ids), failures, room_by)
 
     @property
     def facts(self) -> RequestFacts:

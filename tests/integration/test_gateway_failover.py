@@ -1,6 +1,7 @@
 """A worker is lost in the middle of an answer: the answer goes on as if nothing had happened."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,28 @@ async def test_a_killed_decode_worker_leaves_no_gap_and_no_repeat(
             bytes(second.continuation.output_token_ids).decode()
             == WHOLE[: len(second.continuation.output_token_ids)]
         )
+
+
+async def test_a_stream_older_than_the_queues_patience_waits_for_room_when_its_worker_is_lost(
+    model: TextModel,
+) -> None:
+    """Its time in the queue counted from its arrival, so it ended at once with 503."""
+    patience_s = 1.0
+    async with running_gateway(
+        model, scripted(TEXT), decodes=2, queue_timeout_s=patience_s
+    ) as gateway:
+        for worker in gateway.cluster.decodes:
+            worker.behaviour.step_s = 0.03
+        began = time.monotonic()
+        asking = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(lambda: time.monotonic() > began + 1.2 * patience_s)
+        busy, other = sorted(gateway.cluster.decodes, key=lambda w: -w.counters.running)
+        other.behaviour.capacity = 0
+        await busy.kill()
+        await until(lambda: other.counters.refused > 0)
+        other.behaviour.capacity = 64
+        gateway.cluster.directory.put(other.record)
+        assert joined(await asking) == (WHOLE, ["length"])
 
 
 async def test_every_choice_goes_on_from_where_it_stood(model: TextModel) -> None:

@@ -43,7 +43,9 @@ def test_a_policy_reads_as_it_is_written(text: str, policy: KVPolicy) -> None:
         ("snapkv(budget=0.5,kernel=4)", "odd"),
         # Once taken: pooling over it held up a prefill worker for minutes.
         ("snapkv(budget=0.5,kernel=999999999)", "odd number up to 255"),
+        ("snapkv(budget=9000,window=8000)", "window must be from 1 to 512"),
         ("h2o(budget=1)", "above 1 tokens"),
+        ("h2o(budget=５１２)", "must be a number"),
         ("h2o(budget=99999999999)", "must be a number"),
     ],
 )
