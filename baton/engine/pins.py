@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 MOST_PINS = 256
 """Of one tenant."""
+MOST_TOGETHER = 1024
+"""Of all: a tenant that pins what others pin takes none of the common quota of blocks, and without
+API keys anybody may name a new tenant."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Pins:
         known = self._pins.get(key)
         if known is not None:
             pin = Pin(tenant, known.hashes, max(expires_at, known.expires_at))
-        elif sum(pin.tenant == tenant for pin in self._pins.values()) >= MOST_PINS:
+        elif self._has_all_its_pins(tenant):
             return None
         else:
             pin = Pin(tenant, covered, expires_at)
@@ -70,6 +73,10 @@ class Pins:
 
     def clear(self) -> list[bytes]:
         return self._end(list(self._pins.values()))
+
+    def _has_all_its_pins(self, tenant: str) -> bool:
+        own = sum(pin.tenant == tenant for pin in self._pins.values())
+        return own >= MOST_PINS or len(self._pins) >= MOST_TOGETHER
 
     def _room(self, tenant: str, hashes: Sequence[bytes]) -> int:
         """How many leading hashes both quotas allow."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.block_hash import block_hashes, root_hash
 from baton.engine.block_manager import BlockManager
-from baton.engine.pins import MOST_PINS, Pins
+from baton.engine.pins import MOST_PINS, MOST_TOGETHER, Pins
 
 
 def hashes(count: int, salt: str = "") -> list[bytes]:
@@ -149,3 +149,13 @@ def test_quotas_and_books_hold_whatever_happens(
             assert len(mine) <= 3
         assert {d for d in [*hashes(6, "a"), *hashes(6, "b")] if blocks.pins.holds(d)} == covered
         assert blocks.num_pinned == sum(len(blocks.match_prefix([d])) for d in covered)
+
+
+def test_the_pins_of_all_tenants_are_bounded_even_where_they_share_their_blocks() -> None:
+    """Each new name could once pin what was pinned already: records grew until their ttl."""
+    pins, shared = Pins(10, 20), hashes(2)
+    made = [pins.add(f"tenant-{n}", shared, 10.0) for n in range(MOST_TOGETHER + 5)]
+    assert [pin is not None for pin in made] == [True] * MOST_TOGETHER + [False] * 5
+    assert pins.add("tenant-0", shared, 20.0), "one that lives may be prolonged"
+    pins.expire(20.0)
+    assert not list(pins) and not pins.holds(shared[0])
