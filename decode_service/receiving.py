@@ -44,15 +44,36 @@ class FrameReader:
     def __init__(self, frames: AsyncIterator[WireFrame], timeout_s: float) -> None:
         self._frames = frames
         self._timeout_s = timeout_s
+        self._ahead: asyncio.Future[WireFrame | None] | None = None
+        """Survives whoever waited for it: gRPC cannot read on after a read that was cancelled."""
 
     async def next(self) -> WireFrame:
+        frame = await self._next()
+        if frame is None:
+            raise HandoffDamaged("the sender ended before its commit")
+        return frame
+
+    async def drain(self) -> None:
+        """Takes and drops what still comes. A sender whose write fails would never learn why."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await anext(self._frames)
-        except StopAsyncIteration:
-            raise HandoffDamaged("the sender ended before its commit") from None
-        except TimeoutError:
-            raise HandoffDamaged(f"the sender was silent for {self._timeout_s} s") from None
+                while await self._next() is not None:
+                    continue
+        except (TimeoutError, HandoffDamaged):
+            return  # nobody is there who could be told
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    async def _next(self) -> WireFrame | None:
+        if self._ahead is None:
+            self._ahead = asyncio.ensure_future(anext(self._frames, None))
+        done, _ = await asyncio.wait({self._ahead}, timeout=self._timeout_s)
+        if not done:
+            raise HandoffDamaged(f"the sender was silent for {self._timeout_s} s")
+        ahead, self._ahead = self._ahead, None
+        return ahead.result()
 
 
 class Receiving:

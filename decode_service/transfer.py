@@ -50,22 +50,32 @@ class KVTransferServicer:
     ) -> None:
         async with status_of_faults(context, "push"):
             reader = FrameReader(frames, self._frame_timeout_s)
-            opening = (await reader.next()).message
-            self._check(opening)
-            reservation = self._worker.reservation(opening.open.reservation_id, opening.open.secret)
-            block_size = handoff_block_size(opening.open.layout, self._layout)
-            async with self._worker.receive(
-                reservation, opening.open.generation, opening.open.layout.dtype, block_size
-            ) as handoff:
-                await Receiving(handoff, self._inbox, reader, context.write).run()
-            await context.write(
-                kv_pb2.KVAck(
-                    frames=handoff.num_frames,
-                    committed=True,
-                    blocks=handoff.blocks_received,
-                    bytes=handoff.bytes_received,
-                )
+            try:
+                await self._receive(reader, context)
+            except (HandoffRefused, HandoffDamaged):
+                await context.write(kv_pb2.KVAck(refused=True))
+                await reader.drain()
+                raise
+            finally:
+                reader.close()
+
+    async def _receive(self, reader: FrameReader, context: grpc.aio.ServicerContext) -> None:
+        opening = (await reader.next()).message
+        self._check(opening)
+        reservation = self._worker.reservation(opening.open.reservation_id, opening.open.secret)
+        block_size = handoff_block_size(opening.open.layout, self._layout)
+        async with self._worker.receive(
+            reservation, opening.open.generation, opening.open.layout.dtype, block_size
+        ) as handoff:
+            await Receiving(handoff, self._inbox, reader, context.write).run()
+        await context.write(
+            kv_pb2.KVAck(
+                frames=handoff.num_frames,
+                committed=True,
+                blocks=handoff.blocks_received,
+                bytes=handoff.bytes_received,
             )
+        )
 
     async def Join(
         self, requests: AsyncIterator[kv_pb2.JoinRequest], context: grpc.aio.ServicerContext

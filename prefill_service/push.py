@@ -110,6 +110,7 @@ class PushSender:
         self._frames: dict[int, _Frame] = {}
         self._writing: asyncio.Task[None] | None = None
         self._committed = False
+        self._refused = False
         self._busy = Busy()
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
@@ -158,6 +159,7 @@ class PushSender:
         """Writes what is due; then waits for room, or until everything is acknowledged."""
         call = await self._opening()
         while True:
+            await self._check_refused(call)
             link = await self._best_link()
             if self._plans and len(self._frames) < link.depth:
                 await self._ship_one(link, call)
@@ -274,12 +276,22 @@ class PushSender:
                 frame.shipment.release()
             self._frames.clear()
         self._committed = ack.committed
+        self._refused = self._refused or ack.refused
         self._heard.set()
 
     async def _wait_heard(self, call: grpc.aio.StreamStreamCall) -> None:
         await self._in_time(self._heard.wait(), call)
         self._heard.clear()
+        await self._check_refused(call)
         if call.done() and not self._committed:
+            await self._raise_status(call)
+
+    async def _check_refused(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Ends our side, which ends the call: its status says why."""
+        if self._refused:
+            await self._written(call)
+            await self._in_time(call.done_writing(), call)
+            await self._in_time(call.code(), call)
             await self._raise_status(call)
 
     async def _in_time(self, step: Awaitable[object], call: grpc.aio.StreamStreamCall) -> None:

@@ -35,6 +35,7 @@ from router.targets import Unattainable
 
 ERRORS_KEPT = 200
 NOTHING_CACHED = PrefixMatches()
+_TAKE_OVER = Rules(decode_prefills="never", backlog_s=math.inf, promised=True)
 
 
 class Planner:
@@ -67,9 +68,10 @@ class Planner:
         matches: PrefixMatches = NOTHING_CACHED,
         split: bool = False,
     ) -> Plan:
-        """Raises NoWorker or NoRoom. `split`: decode has its promise, prefill is looked for."""
+        """Raises NoWorker or NoRoom. `split`: decode has its promise, prefill is looked for, and a
+        request that had its turn does not wait for another."""
         facts = replace(facts, number=next(self._numbers))
-        rules = replace(self._rules, decode_prefills="never") if split else self._rules
+        rules = _TAKE_OVER if split else self._rules
         candidates = self._candidates(workers, matches)
         return place(self._policy, facts, candidates, self.predictor, rules)
 

@@ -88,18 +88,20 @@ class TorchMessage(_message.Message):
     def __init__(self, group: _Optional[str] = ..., tag: _Optional[int] = ..., size: _Optional[int] = ..., has_checksum: _Optional[bool] = ...) -> None: ...
 
 class KVAck(_message.Message):
-    __slots__ = ("frames", "unreadable", "committed", "blocks", "bytes")
+    __slots__ = ("frames", "unreadable", "committed", "blocks", "bytes", "refused")
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     UNREADABLE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     frames: int
     unreadable: str
     committed: bool
     blocks: int
     bytes: int
-    def __init__(self, frames: _Optional[int] = ..., unreadable: _Optional[str] = ..., committed: _Optional[bool] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    refused: bool
+    def __init__(self, frames: _Optional[int] = ..., unreadable: _Optional[str] = ..., committed: _Optional[bool] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., refused: _Optional[bool] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("backend", "max_bytes", "reservation_id", "secret", "key")

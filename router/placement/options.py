@@ -35,10 +35,12 @@ class NoRoom(Overloaded):
 @dataclass(frozen=True)
 class Rules:
     """`backlog_s`: predicted prefill work that a worker may have ahead of a new prompt. What does
-    not fit waits in the router, where its turn and its worker can still be changed."""
+    not fit waits in the router, where its turn and its worker can still be changed. `promised`:
+    decode keeps room for the request already, even when it drains or is full."""
 
     decode_prefills: DecodePrefills = "auto"
     backlog_s: float = 0.25
+    promised: bool = False
 
 
 class Options:
@@ -136,7 +138,8 @@ class Options:
 
     def _plan(self, prefill: Candidate | None, decode: Candidate, cost: Cost) -> Plan:
         targets = self.request.targets
-        others = others_miss(cost, targets, decode.tightest_tpot_s)
+        promised = self._rules.promised
+        others = 0.0 if promised else others_miss(cost, targets, decode.tightest_tpot_s)
         own = own_miss(cost, targets, self.request.needs_decode)
         return Plan(prefill and prefill.record, decode.record, cost, own + others, others)
 
@@ -163,6 +166,8 @@ class Options:
         record, request = candidate.record, self.request
         prompt = tokens = request.num_prompt_tokens
         if record.role is Role.DECODE:
+            if self._rules.promised:
+                return True
             tokens += request.max_tokens
         return not record.load.draining and record.can_hold(request.kv_policy, prompt, tokens)
 
@@ -179,6 +184,8 @@ class Options:
 
     def _decode_has_room(self, candidate: Candidate) -> bool:
         record, n = candidate.record, self.request.n
+        if self._rules.promised:
+            return True
         if candidate.requests and candidate.requests + n > record.max_num_seqs * candidate.share:
             return False
         # As decode promises them: blocks for the prompt, and one more per choice.

@@ -172,12 +172,13 @@ async def test_a_full_decode_batch_is_named(
 
 
 async def test_a_preemption_is_named(tiny_chat: StoredModel) -> None:
-    """10 blocks of 16, 7 wanted by each of two: one waits until the other has ended."""
-    targets = {"x-baton-ttft-ms": "10000", "x-baton-tpot-ms": "36"}
+    """10 blocks of 16, 6 wanted by each of two after 16 tokens: one waits until the other has
+    ended, 44 steps later. A step takes 40 ms and what the machine adds, which may be 25 ms."""
+    targets = {"x-baton-ttft-ms": "10000", "x-baton-tpot-ms": "65"}
     router = {"decode_prefills": "never"}
     async with running_cluster(tiny_chat, router=router, decode={"num_blocks": 10}) as running:
-        slow_down(running.decodes[0], 0.03)
-        asked = [body(prompt(random.Random(21 + n), 48), max_tokens=60) for n in range(2)]
+        slow_down(running.decodes[0], 0.04)
+        asked = [body(prompt(random.Random(21 + n), 64), max_tokens=60) for n in range(2)]
         both = [ask(running, f"large-{n}", each, targets) for n, each in enumerate(asked)]
         ledgers = await asyncio.gather(*both)
         waited = [ledger for ledger in ledgers if "preempted" in phases(ledger)]

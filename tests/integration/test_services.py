@@ -318,8 +318,11 @@ async def test_cancel_in_the_middle_of_the_frames_gives_everything_back(pair: Pa
         await _until(lambda: pair.decode.parts.engine.blocks.num_promised == 0)
         assert pair.decode.parts.engine.blocks.num_free < 64
         call.cancel()
-        with pytest.raises(grpc.aio.AioRpcError):
+        assert (await push.read()).refused
+        await push.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await push.read()
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     await pair.settle()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.engine import model_runner
 from baton.engine.llm import LLM
-from baton.engine.transfer.base import HandoffError
+from baton.engine.transfer.base import HandoffDamaged, HandoffError, HandoffRefused
 from baton.engine.transfer.plan import FramePlan
 from decode_service.inbox import Inbox
 from decode_service.incoming import IncomingHandoff
@@ -94,10 +94,12 @@ FAULTS = {
 async def test_a_faulty_hand_off_is_refused_and_a_new_attempt_gives_the_text(
     pair: Pair, llm: LLM, fault: str
 ) -> None:
+    """The sender learns why, also while it writes: a write on the ended call hid the reason, and
+    the fault counted as a lost decode worker."""
     prompt = random_prompt(20)
     call, reservation = await pair.client.reserve(prompt, sampling_pb(ignore_eos=True))
     sender = by_hand(pair.prefill, reservation, 5, flip_at=2 if fault == "a byte flips" else -1)
-    with pytest.raises(HandoffError), lying(FAULTS[fault]):
+    with pytest.raises((HandoffDamaged, HandoffRefused)), lying(FAULTS[fault]):
         for position in range(3 if fault == "the commit comes early" else 5):
             await sender.send(whole_block(position))
         await sender.commit(FIRST)

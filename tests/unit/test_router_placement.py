@@ -71,6 +71,24 @@ def test_full_decode_workers_are_waited_for(policy: str) -> None:
 
 
 @every_policy
+def test_a_promise_of_decode_is_kept_whatever_its_load_and_nobody_waits_for_a_second_turn(
+    policy: str,
+) -> None:
+    """Whoever took over for a lost prefill worker asked decode for the same room a second time,
+    and joined the queue a second time: on busy workers the promise was lost, and the request."""
+    promised = Rules(decode_prefills="never", backlog_s=math.inf, promised=True)
+    late = dataclasses.replace(FACTS, targets=Targets(tpot_s=0.1))
+    for at in (
+        decode("d", 64, 6400),
+        decode("d", free_blocks=0),
+        decode("d", load=WorkerLoad(free_blocks=1000, draining=True)),
+        decode("d", 20, 2000, tightest_tpot_s=0.065),
+    ):
+        chosen = plan(prefill("p", 5, 5000), at, policy=policy, facts=late, rules=promised)
+        assert names(chosen) == ("p", "d")
+
+
+@every_policy
 def test_a_prompt_that_decode_holds_needs_less_room(policy: str) -> None:
     assert plan(prefill(), decode(free_blocks=4, cached_tokens=64), policy=policy).decode
 
