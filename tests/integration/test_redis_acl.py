@@ -12,7 +12,9 @@ from redis.exceptions import NoPermissionError
 from baton.store import StoredModel
 from tests.support.cluster import COMPLETIONS, running_cluster
 from tests.support.redis import until_equal
-from tests.support.redis_servers import tls_redis
+from tests.support.redis_servers import redis_7, tls_redis
+
+pytestmark = redis_7
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 PROMPT = list(range(20, 120))

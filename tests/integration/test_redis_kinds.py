@@ -8,7 +8,7 @@ from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.registry import Announcer, Directory, Registry
 from baton.cluster.workers import WorkerRecord
 from tests.support.redis import eventually, make_record, until
-from tests.support.redis_servers import redis_cluster, sentinel_pair, tls_redis
+from tests.support.redis_servers import redis_7, redis_cluster, sentinel_pair, tls_redis
 
 
 async def assert_a_worker_is_seen_and_leaves(url: str) -> None:
@@ -26,6 +26,7 @@ async def assert_a_worker_is_seen_and_leaves(url: str) -> None:
         await registry.close()
 
 
+@redis_7
 async def test_a_redis_with_tls_user_and_password_works(tmp_path: Path) -> None:
     try:
         server = tls_redis(tmp_path, "baton", "s3cret")
@@ -48,17 +49,20 @@ async def test_a_redis_with_tls_user_and_password_works(tmp_path: Path) -> None:
         await server.__aexit__(None, None, None)
 
 
+@redis_7
 async def test_a_redis_cluster_works(tmp_path: Path) -> None:
     async with redis_cluster(tmp_path) as url:
         await assert_a_worker_is_seen_and_leaves(url)
 
 
+@redis_7
 async def test_sentinel_names_the_master(tmp_path: Path) -> None:
     async with sentinel_pair(tmp_path, "cache") as (url, _):
         await assert_a_worker_is_seen_and_leaves(url)
 
 
 @pytest.mark.slow
+@redis_7
 async def test_workers_are_seen_again_after_a_failover(tmp_path: Path) -> None:
     async with sentinel_pair(tmp_path, "cache") as (url, master):
         registry, record = Registry(url), make_record()

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import os
+import re
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
 import trustme
 from redis.asyncio import Redis
 
@@ -16,6 +19,19 @@ from baton.cluster.redis_server import find_redis_server
 from tests.support.redis import until
 
 START_TIMEOUT_S = 15.0
+
+
+def _major_version() -> int:
+    answer = subprocess.run([find_redis_server(), "--version"], capture_output=True, text=True)
+    found = re.search(r"v=(\d+)", answer.stdout)
+    assert found, answer
+    return int(found[1])
+
+
+redis_7 = pytest.mark.skipif(
+    _major_version() < 7,
+    reason="the Redis that comes with Baton is older and has no TLS; install redis-server 7",
+)
 
 
 def free_port() -> int:

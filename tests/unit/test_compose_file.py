@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.redis_servers import redis_7
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 SERVICES: dict[str, Any] = yaml.safe_load(TEXT)["services"]
@@ -56,6 +58,7 @@ def test_the_user_of_redis_may_do_what_is_documented() -> None:
     assert configured.replace("$$REDIS_PASSWORD", "CHANGE_ME") == documented
 
 
+@redis_7
 def test_redis_starts_as_written_and_lets_in_who_knows_the_password(tmp_path: Path) -> None:
     import redis
 
