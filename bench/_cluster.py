@@ -24,13 +24,13 @@ class Cluster:
     first_answer_s: float
     pid: int
 
-    def workers(self, service: str) -> list[psutil.Process]:
-        """The processes of `prefill_service` or `decode_service`."""
+    def workers(self, role: str) -> list[psutil.Process]:
+        """The processes of a role."""
         children = psutil.Process(self.pid).children(recursive=True)
-        return [child for child in children if service in child.cmdline()]
+        return [child for child in children if role in child.cmdline()]
 
     def prefill_cores(self) -> list[int]:
-        (worker,) = self.workers("prefill_service")
+        (worker,) = self.workers("prefill")
         return worker.cpu_affinity() or []
 
 

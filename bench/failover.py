@@ -61,7 +61,7 @@ def read(cluster: Cluster, disturb: Callable[[], None] | None = None) -> Reading
 
 def hit(cluster: Cluster, number: signal.Signals, victims: list[int]) -> None:
     """Signals the decode worker that computes."""
-    workers = cluster.workers("decode_service")
+    workers = cluster.workers("decode")
     for worker in workers:
         worker.cpu_percent()
     time.sleep(0.1)

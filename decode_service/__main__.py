@@ -24,8 +24,8 @@ from decode_service.worker import DecodeWorker
 
 async def serve_decode(
     settings: DecodeSettings, parts: Parts[DecodeScheduler], signals: StopSignals
-) -> None:
-    """Runs one decode worker in this event loop until `signals` say stop."""
+) -> Role | None:
+    """Runs one decode worker in this event loop; see `serve`."""
     engine, activity = AsyncEngine(parts.engine), Activity()
     worker = DecodeWorker(engine, parts.cache, activity, settings.lease_s)
     status = WorkerStatus(Role.DECODE, settings, new_incarnation(), parts, activity)
@@ -41,7 +41,7 @@ async def serve_decode(
     ]
     names = ["baton.v1.Decode", "baton.v1.KVTransfer"]
     try:
-        await serve(status, engine, servicers, names, signals, open_tls(settings.tls_dir))
+        return await serve(status, engine, servicers, names, signals, open_tls(settings.tls_dir))
     finally:
         inbox.close()
 

@@ -23,8 +23,8 @@ from prefill_service.worker import PrefillWorker
 
 async def serve_prefill(
     settings: PrefillSettings, parts: Parts[PrefillScheduler], signals: StopSignals
-) -> None:
-    """Runs one prefill worker in this event loop until `signals` say stop."""
+) -> Role | None:
+    """Runs one prefill worker in this event loop; see `serve`."""
     engine, activity = AsyncEngine(parts.engine), Activity()
     tls = open_tls(settings.tls_dir, settings.tls_server_name)
     channels = ChannelPool(settings.peer_timeout_s, tls)
@@ -35,7 +35,7 @@ async def serve_prefill(
     add = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)
     status = WorkerStatus(Role.PREFILL, settings, new_incarnation(), parts, activity)
     try:
-        await serve(status, engine, [add], ["baton.v1.Prefill"], signals, tls)
+        return await serve(status, engine, [add], ["baton.v1.Prefill"], signals, tls)
     finally:
         await pairs.close()
         await channels.close()

@@ -191,7 +191,7 @@ class Planner:
         """Notes newcomers, and forgets those that are gone."""
         self._slow_start.saw(workers, now)
         ids = {worker.worker_id for worker in workers}
-        self.predictor.keep_only(ids)
+        self.predictor.keep_only(workers)
         self._reported = {k: v for k, v in self._reported.items() if k in ids}
         self._tpot_targets = {k: v for k, v in self._tpot_targets.items() if v or k in ids}
 

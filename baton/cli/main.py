@@ -14,6 +14,7 @@ import typer
 from baton.cli.bench_command import bench
 from baton.cli.local import LOCAL
 from baton.cluster.errors import BatonError, SettingsError
+from baton.cluster.workers import Role
 
 app = typer.Typer(
     name="baton",
@@ -118,6 +119,33 @@ def drain(
     from baton.cluster.tls.folder import open_tls
 
     drain(worker, redis, url, timeout, undo, open_tls(tls_dir, tls_server_name))
+
+
+@app.command()
+def role(
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as baton status shows it.")],
+    role: Annotated[Role, typer.Argument(help="What it is to do.")],
+    redis: Annotated[
+        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
+    ] = None,
+    url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Longest wait for what runs; the rest goes on elsewhere.")
+    ] = 60.0,
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a certificate for admin.", envvar="BATON_TLS_DIR"),
+    ] = None,
+    tls_server_name: Annotated[
+        str | None,
+        typer.Option(help="Name in the workers' certificates.", envvar="BATON_TLS_SERVER_NAME"),
+    ] = None,
+) -> None:
+    """Let a worker finish its requests, then do the other half of the work."""
+    from baton.cli.role import change_role
+    from baton.cluster.tls.folder import open_tls
+
+    change_role(worker, role, redis, url, timeout, open_tls(tls_dir, tls_server_name))
 
 
 @app.command()

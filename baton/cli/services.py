@@ -1,6 +1,7 @@
 """`baton router|prefill|decode`: one process of a cluster, from flags to its `main`'s exit code.
 
-Each is the same as `python -m router|prefill_service|decode_service`.
+A router is the same as `python -m router`. Workers are those of `python -m prefill_service` and
+`decode_service`, and can change their role besides.
 """
 
 from baton.cluster.settings import DecodeSettings, PrefillSettings, RouterSettings
@@ -15,13 +16,13 @@ def run_router(argv: list[str]) -> int:
 
 def run_prefill(argv: list[str]) -> int:
     settings = PrefillSettings.load(argv, "baton prefill")
-    from prefill_service.__main__ import main
+    from baton.cli.worker_process import run
 
-    return main(settings)
+    return run(settings)
 
 
 def run_decode(argv: list[str]) -> int:
     settings = DecodeSettings.load(argv, "baton decode")
-    from decode_service.__main__ import main
+    from baton.cli.worker_process import run
 
-    return main(settings)
+    return run(settings)

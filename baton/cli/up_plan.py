@@ -62,7 +62,7 @@ def _router(settings: UpSettings, site: Site, name: str) -> ChildSpec:
     }
     if settings.routers > 1:
         flags["reuse_port"] = True
-    argv = _command("router", "router", settings, site, flags)
+    argv = _command(("router",), "router", settings, site, flags)
     return ChildSpec(name, argv, _environment(site, 1), ROUTER_STOP_STAGE)
 
 
@@ -82,12 +82,12 @@ def worker_spec(
         "threads": threads,
         **settings.passed_on(own + SHARED_FIELDS, site.given),
     }
-    argv = _command(f"{role}_service", role, settings, site, flags)
+    argv = _command(("baton", role), role, settings, site, flags)
     return ChildSpec(f"{role}-{index}", argv, _environment(site, threads), WORKER_STOP_STAGE)
 
 
 def _command(
-    module: str, role: str, settings: UpSettings, site: Site, flags: dict[str, Any]
+    module: tuple[str, ...], role: str, settings: UpSettings, site: Site, flags: dict[str, Any]
 ) -> tuple[str, ...]:
     common: dict[str, Any] = {"model": site.model}
     if settings.config is not None:
@@ -95,7 +95,7 @@ def _command(
     if site.tls_dir is not None:
         common["tls_dir"] = site.tls_dir / role
     lines = [_flag(name, value) for name, value in (common | flags).items()]
-    return (sys.executable, "-m", module, *lines)
+    return (sys.executable, "-m", *module, *lines)
 
 
 def _flag(name: str, value: Any) -> str:

@@ -188,3 +188,17 @@ class DrainResponse(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     drained: bool
     def __init__(self, drained: _Optional[bool] = ...) -> None: ...
+
+class ChangeRoleRequest(_message.Message):
+    __slots__ = ("role", "timeout_s")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    timeout_s: float
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ChangeRoleResponse(_message.Message):
+    __slots__ = ("drained",)
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    drained: bool
+    def __init__(self, drained: _Optional[bool] = ...) -> None: ...

@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/baton.v1.Worker/ChangeRole',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.GetCache = channel.unary_unary(
                 '/baton.v1.Worker/GetCache',
                 request_serializer=baton_dot_v1_dot_worker__pb2.GetCacheRequest.SerializeToString,
@@ -73,6 +78,13 @@ class WorkerServicer:
 
     def Drain(self, request, context):
         """Stops taking new work; returns when what was running has ended or the deadline has passed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRole(self, request, context):
+        """Finishes what runs, then goes on in another role: same weights, a new incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +123,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'GetCache': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCache,
@@ -182,6 +199,33 @@ class Worker:
             '/baton.v1.Worker/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/ChangeRole',
+            baton_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,7 @@ from baton.engine.kv_layout import KVLayout, kv_dtype
 from baton.engine.loader import load_model
 from baton.engine.model_config import ModelConfig
 from baton.engine.model_runner import ModelRunner
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.pins import Pins
 from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
@@ -39,6 +40,15 @@ S = TypeVar("S", bound=Scheduler)
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """Weights in memory. They serve either role."""
+
+    stored: StoredModel
+    model: DecoderModel
+    config: ModelConfig
+
+
+@dataclass(frozen=True)
 class Parts(Generic[S]):
     """A loaded worker: the engine and what its surroundings need to know of it."""
 
@@ -46,45 +56,47 @@ class Parts(Generic[S]):
     cache: KVCache
     config: EngineConfig
     vocab_size: int
-    model: StoredModel
+    loaded: Loaded
     profile: Profile = ()
     memory: SharedMemory | None = None
     """Where the cache lies, if decode workers of this host may map it."""
 
 
-def boot(settings: WorkerSettings, scheduler_type: type[S]) -> Parts[S]:
-    """Pins the process, loads the model, makes the KV pool."""
+def boot(
+    settings: WorkerSettings, scheduler_type: type[S], loaded: Loaded | None = None
+) -> Parts[S]:
+    """Pins the process, loads the model unless it is `loaded`, makes the KV pool."""
     _take_cores(settings)
     try:
-        stored = resolve(settings.model, progress=False)
+        stored = loaded.stored if loaded else resolve(settings.model, progress=False)
         model_config = ModelConfig.from_hf(json.loads((stored.path / "config.json").read_text()))
         dtype = kv_dtype(settings.kv_dtype, settings.dtype)
         layout = KVLayout.of(model_config, settings.block_size, dtype, stored.fingerprint)
         policy = parse_policy(settings.kv_policy)
         check_policy(policy, model_config, layout)
         num_blocks = _num_blocks(settings, layout)
-        model, model_config = load_model(stored.path, settings.dtype)
+        loaded = loaded or Loaded(stored, *load_model(stored.path, settings.dtype))
     except (StoreError, ValueError) as error:
         raise SettingsError(str(error)) from error
-    config = _engine_config(settings, model_config, num_blocks, layout)
+    config = _engine_config(settings, loaded.config, num_blocks, layout)
     memory = shared_memory(settings, layout.bytes_per_block * num_blocks)
     cache = KVCache(layout, num_blocks, memory=memory.bytes if memory else None)
     blocks = BlockManager(
         num_blocks,
         settings.block_size,
         settings.enable_prefix_cache,
-        model_config.widest_window,
+        loaded.config.widest_window,
         layout.num_tail_blocks,
         pins_for(settings, num_blocks),
     )
-    runner = ModelRunner(model, cache)
+    runner = ModelRunner(loaded.model, cache)
     scheduler, sampler = scheduler_type(config, blocks), Sampler(config.eos_token_ids)
     stepping: Runner = runner
     if isinstance(settings, DecodeSettings) and isinstance(scheduler, DecodeScheduler):
         stepping = _with_drafts(settings, scheduler, runner, sampler, stored)
     engine = Engine(scheduler, blocks, stepping, sampler)
     speed = profile(settings, config, scheduler_type, runner) if settings.self_profile else ()
-    return Parts(engine, cache, config, model_config.vocab_size, stored, speed, memory)
+    return Parts(engine, cache, config, loaded.config.vocab_size, loaded, speed, memory)
 
 
 def pins_for(settings: WorkerSettings, num_blocks: int) -> Pins:

@@ -1,13 +1,13 @@
-"""The life of a worker process: listen, announce, run until told to stop, drain, leave.
+"""One life of a worker: listen, announce, run until told to leave, drain, leave.
 
 First SIGTERM or SIGINT: stop taking work and finish what runs, within the drain deadline. A
-second one: stop at once.
+second one: stop at once. A process that may have another role begins another life in it.
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -16,11 +16,14 @@ from baton.cluster.registry import Announcer, Registry
 from baton.cluster.rpc import AddServicer, make_server
 from baton.cluster.settings import fail
 from baton.cluster.tls import TlsFolder
+from baton.cluster.workers import Role
 from baton.engine.async_engine import AsyncEngine
 from baton.v1 import worker_pb2_grpc
 from baton.worker.exposition import exposed
 from baton.worker.prefix_feed import published_prefixes
-from baton.worker.status import WorkerServicer, WorkerStatus
+from baton.worker.role_change import RoleChange
+from baton.worker.servicer import WorkerServicer
+from baton.worker.status import WorkerStatus
 
 T = TypeVar("T")
 
@@ -30,9 +33,11 @@ STOP_GRACE_S = 1.0
 
 
 class StopSignals:
-    """Counts SIGTERM and SIGINT as two events, in order."""
+    """Counts SIGTERM and SIGINT as two events, in order. `roles`: those that the process can have
+    after one that is not told to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, roles: Iterable[Role] = ()) -> None:
+        self.roles = frozenset(roles)
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
 
@@ -46,12 +51,14 @@ class StopSignals:
 
 
 def run_worker(
-    boot: Callable[[], T], serve_parts: Callable[[T, StopSignals], Awaitable[None]]
+    boot: Callable[[], T],
+    serve_parts: Callable[[T, StopSignals], Awaitable[object]],
+    roles: Iterable[Role] = (),
 ) -> int:
     """Boots, then serves until stopped. 0 after an orderly stop, 2 when a setting is wrong."""
 
     async def run(parts: T) -> None:
-        signals = StopSignals()
+        signals = StopSignals(roles)
         signals.install()
         await serve_parts(parts, signals)
 
@@ -69,10 +76,11 @@ async def serve(
     service_names: Sequence[str],
     signals: StopSignals,
     tls: TlsFolder | None = None,
-) -> None:
-    """Runs one worker until a stop signal has been obeyed."""
-    settings = status.settings
-    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status))
+) -> Role | None:
+    """Runs one worker until a stop signal has been obeyed (None), or it is to go on in the role
+    that is returned."""
+    settings, change = status.settings, RoleChange(status, signals.roles, tls)
+    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status, change))
     server, port = await make_server(
         [*servicers, own],
         f"{settings.host}:{settings.port}",
@@ -91,8 +99,8 @@ async def serve(
     try:
         with exposed(status):
             async with published_prefixes(status):
-                await signals.drain.wait()
-                await _drain(status, signals)
+                if not await change.due_before(signals.drain):
+                    await _drain(status, signals)
     finally:
         # Leave the registry before the port closes, so that routers stop sending first.
         await announcer.stop()
@@ -100,6 +108,7 @@ async def serve(
         await server.stop(STOP_GRACE_S)
         await engine.stop()
     log.info("stopped id=%s", settings.worker_id)
+    return None if signals.drain.is_set() else change.role
 
 
 async def _drain(status: WorkerStatus, signals: StopSignals) -> None:

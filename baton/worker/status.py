@@ -1,21 +1,15 @@
 """A worker's account of itself: for the registry, and for whoever asks over gRPC."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import grpc
 
 from baton.cluster import workers
 from baton.cluster.settings import WorkerSettings
 from baton.cluster.workers import Role, WorkerLoad, WorkerRecord
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.v1 import worker_pb2 as pb
-from baton.v1 import worker_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts
-from baton.worker.prompt_cache import PromptCache
-from baton.worker.translate import layout_to_pb
 
 
 @dataclass
@@ -51,7 +45,7 @@ class WorkerStatus:
             incarnation=self.incarnation,
             role=self.role,
             address=self.address,
-            model=self.parts.model.name,
+            model=self.parts.loaded.stored.name,
             layout=workers.KVLayout(**{name: getattr(layout, name) for name in names}),
             max_model_len=self.parts.config.capacity,
             max_num_seqs=self.parts.config.max_num_seqs,
@@ -86,64 +80,3 @@ class WorkerStatus:
                 counters.tokens_drafted = scheduler.drafting.tokens_drafted
                 counters.tokens_accepted = scheduler.drafting.tokens_accepted
         return counters
-
-
-class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, status: WorkerStatus) -> None:
-        self._status = status
-        self._cache = PromptCache(status.parts.engine)
-
-    async def GetInfo(
-        self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb.WorkerInfo:
-        record = self._status.record()
-        load = record.load
-        return pb.WorkerInfo(
-            worker_id=record.worker_id,
-            incarnation=record.incarnation,
-            role=pb.ROLE_PREFILL if record.role is Role.PREFILL else pb.ROLE_DECODE,
-            model=record.model,
-            layout=layout_to_pb(self._status.parts.cache.layout),
-            max_model_len=record.max_model_len,
-            max_num_seqs=record.max_num_seqs,
-            num_blocks=record.num_blocks,
-            load=pb.WorkerLoad(
-                waiting=load.waiting,
-                running=load.running,
-                free_blocks=load.free_blocks,
-                cached_blocks=load.cached_blocks,
-                handoffs_in_flight=load.handoffs_in_flight,
-                draining=load.draining,
-                promised_blocks=load.promised_blocks,
-            ),
-            counters=self._status.counters(),
-            links=[pb.TransferLink(**vars(link)) for link in record.links],
-            transfer=pb.TransferResources(**vars(self._status.activity.transfers.resources())),
-        )
-
-    async def GetCache(
-        self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.CacheInfo:
-        return self._cache.info(time.monotonic())
-
-    async def Unpin(
-        self, request: pb.UnpinRequest, context: grpc.aio.ServicerContext
-    ) -> pb.UnpinResponse:
-        return pb.UnpinResponse(unpinned=self._cache.unpin(request.id))
-
-    async def FlushCache(
-        self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FlushCacheResponse:
-        return pb.FlushCacheResponse(blocks=self._cache.flush())
-
-    async def Drain(
-        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DrainResponse:
-        status, activity = self._status, self._status.activity
-        if request.undo:
-            activity.take_again()
-            status.announce()
-            return pb.DrainResponse(drained=False)
-        activity.stop_taking()
-        status.announce()
-        return pb.DrainResponse(drained=await activity.idle(request.timeout_s))

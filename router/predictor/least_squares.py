@@ -25,7 +25,7 @@ WINDOW = 200
 
 class OnlineLeastSquares:
     """y ≈ w·x with w ≥ 0. `errors`: relative errors of the last predictions, made before the
-    sample was learned."""
+    sample was learned. `trained`: whether anything has been learned."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -36,13 +36,9 @@ class OnlineLeastSquares:
         self._weights = [0.0] * size
         self._scale = 0.1
         self._streak = 0
-        self._count = 0
+        self.trained = False
         self._stale = False
         self.errors: deque[float] = deque(maxlen=WINDOW)
-
-    @property
-    def trained(self) -> bool:
-        return self._count > 0
 
     @property
     def mape(self) -> float | None:
@@ -61,7 +57,7 @@ class OnlineLeastSquares:
         for x, y in samples:
             if y > 0:
                 self._accumulate(self._seed_gram, self._seed_moment, [v / y for v in x], 1.0)
-                self._count += 1
+                self.trained = True
         self._stale = True
 
     def learn(self, x: Sequence[float], y: float, judge: bool = True) -> None:
@@ -69,8 +65,8 @@ class OnlineLeastSquares:
         the prediction first, book the error and clip an outlier."""
         if y <= 0:
             return
-        weight = self._judge(x, y) if judge and self._count else 1.0
-        self._count += 1
+        weight = self._judge(x, y) if judge and self.trained else 1.0
+        self.trained = True
         keep = DRIFT_FORGETTING if abs(self._streak) >= DRIFT else FORGETTING
         self._gram = [[value * keep for value in row] for row in self._gram]
         self._moment = [value * keep for value in self._moment]

@@ -27,15 +27,14 @@ class Phase(StrEnum):
 class _Speed:
     """The two step models of one worker, or of all workers of a role."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role) -> None:
+        self.role = role
         self.prefill = OnlineLeastSquares(5)
         self.decode = OnlineLeastSquares(3)
-        self._profile: tuple[StepTotals, ...] = ()
+        self.profile: tuple[StepTotals, ...] = ()
 
     def seed(self, profile: tuple[StepTotals, ...]) -> None:
-        if profile is self._profile:
-            return
-        same, self._profile = profile == self._profile, profile
+        same, self.profile = profile == self.profile, profile
         if same:
             return
         self.prefill.seed([(_prefill_costs(t), t.seconds) for t in profile if t.prefill_tokens])
@@ -49,11 +48,12 @@ class _Speed:
 
 
 class Predictor:
-    """Owned by one router; bounded by the workers that `keep_only` names."""
+    """Owned by one router; bounded by the workers that `keep_only` names. What a worker took in
+    another role says nothing of this one."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, _Speed] = {}
-        self._peers = {role: _Speed() for role in Role}
+        self._peers = {role: _Speed(role) for role in Role}
         self._links: dict[Link, OnlineLeastSquares] = {}
         self._all_links = OnlineLeastSquares(2)
         self._output_tokens = 0.0
@@ -73,15 +73,10 @@ class Predictor:
         if uncached <= 0:
             return 0.0
         steps = -(-uncached // max(worker.chunk_size - decode_tokens, 1))
-        costs = (
-            steps,
-            uncached,
-            chunk_attention(cached, uncached),
-            steps * decode_tokens,
-            steps * context_tokens,
-        )
-        own, peers = self._speed(worker).prefill, self._peers[worker.role].prefill
-        return (own if own.trained else peers).predict(costs)
+        attended = chunk_attention(cached, uncached)
+        costs = (steps, uncached, attended, steps * decode_tokens, steps * context_tokens)
+        own = self._speed(worker).prefill
+        return (own if own.trained else self._peers[worker.role].prefill).predict(costs)
 
     def backlog_s(self, worker: WorkerRecord, prompts: int, uncached: int) -> float:
         """So many prompts with so many tokens to compute together, one after the other."""
@@ -91,8 +86,9 @@ class Predictor:
 
     def step_s(self, worker: WorkerRecord, sequences: float, context_tokens: float) -> float:
         """One step that decodes `sequences` with so many tokens of context together."""
-        own, peers = self._speed(worker).decode, self._peers[worker.role].decode
-        return (own if own.trained else peers).predict((1, sequences, context_tokens))
+        own = self._speed(worker).decode
+        model = own if own.trained else self._peers[worker.role].decode
+        return model.predict((1, sequences, context_tokens))
 
     def transfer_s(self, prefill: WorkerRecord, decode: WorkerRecord, num_bytes: float) -> float:
         """From the first token to the committed hand-off, `num_bytes` being left to send."""
@@ -140,11 +136,16 @@ class Predictor:
     def saw_admission(self, seconds: float) -> None:
         self._admit_s += OUTPUT_MEMORY * (min(max(seconds, 0.0), 1.0) - self._admit_s)
 
-    def keep_only(self, worker_ids: Iterable[str]) -> None:
-        """Forgets workers that are gone; their links with them."""
-        kept = set(worker_ids)
-        self._speeds = {k: v for k, v in self._speeds.items() if k in kept}
-        self._links = {k: v for k, v in self._links.items() if kept.issuperset(k[:2])}
+    def keep_only(self, workers: Iterable[WorkerRecord]) -> None:
+        """Forgets workers that are gone or have another role; their links with them."""
+        roles = {worker.worker_id: worker.role for worker in workers}
+        self._speeds = {k: v for k, v in self._speeds.items() if roles.get(k) is v.role}
+        ends = (Role.PREFILL, Role.DECODE)
+        self._links = {
+            link: model
+            for link, model in self._links.items()
+            if (roles.get(link[0]), roles.get(link[1])) == ends
+        }
 
     def mape(self, phase: Phase) -> float | None:
         """Mean relative error of the last predictions of all workers; None before the first."""
@@ -158,9 +159,10 @@ class Predictor:
 
     def _speed(self, worker: WorkerRecord) -> _Speed:
         speed = self._speeds.get(worker.worker_id)
-        if speed is None:
-            speed = self._speeds[worker.worker_id] = _Speed()
-        speed.seed(worker.profile)
+        if speed is None or speed.role is not worker.role:
+            speed = self._speeds[worker.worker_id] = _Speed(worker.role)
+        if speed.profile is not worker.profile:
+            speed.seed(worker.profile)
         return speed
 
 

@@ -58,7 +58,7 @@ async def test_the_sample_request_that_it_prints_works(up: Up) -> None:
 
 async def test_prefill_decode_router_and_redis_are_processes_of_their_own(up: Up) -> None:
     commands = [" ".join(child.cmdline()) for child in up.children()]
-    for part in ("prefill_service", "decode_service", "router", "redis-server"):
+    for part in ("baton prefill", "baton decode", "router", "redis-server"):
         assert len([command for command in commands if part in command]) == 1, part
 
 
@@ -105,12 +105,12 @@ async def test_the_openai_client_sees_a_bad_request_as_one(client: openai.AsyncO
 async def test_a_killed_decode_worker_is_said_restarted_and_serves_again(up: Up) -> None:
     body = {"temperature": 0.8, "seed": 123, "max_tokens": 24}
     seeded = await ask(up, **body)
-    since, old = len(up.lines), up.child("decode_service")
+    since, old = len(up.lines), up.child("baton decode")
     old.kill()
     said = await up.line(lambda line: "starting it again" in line, 10, since)
     assert "decode" in said
     await up.line(lambda line: "ready role=decode" in line, 60, since)
-    assert up.child("decode_service").pid != old.pid
+    assert up.child("baton decode").pid != old.pid
     assert await _ask_when_ready(up, body) == seeded, "the seed alone makes the text"
 
 

@@ -143,7 +143,7 @@ def test_a_killed_worker_and_a_killed_redis_come_back_and_requests_are_served(
 ) -> None:
     with started(tmp_path) as cluster:
         cluster.wait_ready()
-        cluster.child("decode_service").kill()
+        cluster.child("baton decode").kill()
         cluster.child("redis-server").kill()
         cluster.wait(lambda: "decode-0 was killed by SIGKILL; starting it again" in cluster.log)
         cluster.wait(lambda: "redis ended; starting it again" in cluster.log)
@@ -188,6 +188,6 @@ def test_workers_share_the_cores(tmp_path: Path) -> None:
         pytest.skip("one core cannot be shared out")
     with started(tmp_path) as cluster:
         cluster.wait_ready()
-        prefill = set(cluster.child("prefill_service").cpu_affinity())
-        decode = set(cluster.child("decode_service").cpu_affinity())
+        prefill = set(cluster.child("baton prefill").cpu_affinity())
+        decode = set(cluster.child("baton decode").cpu_affinity())
         assert prefill.isdisjoint(decode) and prefill | decode == set(cores)

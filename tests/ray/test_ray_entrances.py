@@ -47,7 +47,7 @@ def _is_service(process: psutil.Process, nodes: RayNodes) -> bool:
         ours = process.environ().get("BATON_HOME") == str(nodes.home)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-    return ours and any(w in words for w in ("prefill_service", "decode_service", "-m router"))
+    return ours and any(w in words for w in ("baton prefill", "baton decode", "-m router"))
 
 
 def wait_gone(nodes: RayNodes) -> None:

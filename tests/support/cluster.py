@@ -7,7 +7,7 @@ shared between workers. Since they live here, tests can read the workers' books.
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +18,11 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from baton.cli import worker_process
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.cluster.registry import Directory, Registry
 from baton.cluster.settings import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings
+from baton.cluster.workers import Role
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.loader import load_model
 from baton.engine.prefill_scheduler import PrefillScheduler
@@ -28,8 +30,6 @@ from baton.store import StoredModel, resolve
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.boot import Parts, boot
 from baton.worker.lifecycle import StopSignals
-from decode_service.__main__ import serve_decode
-from prefill_service.__main__ import serve_prefill
 from router.app import create_app
 from router.gateway import Gateway
 from router.serving import server_config
@@ -135,19 +135,13 @@ class Cluster:
     async def add_prefill(self, **values: Any) -> ClusterWorker:
         name = f"prefill-{len(self.prefills)}"
         settings = PrefillSettings.build(**self._values(name, values))
-        parts = self._boot(settings, PrefillScheduler)
-        signals = StopSignals()
-        self.prefills.append(
-            _run(settings, parts, signals, serve_prefill(settings, parts, signals))
-        )
+        self.prefills.append(_run(settings, self._boot(settings, PrefillScheduler)))
         return self.prefills[-1]
 
     async def add_decode(self, **values: Any) -> ClusterWorker:
         name = f"decode-{len(self.decodes)}"
         settings = DecodeSettings.build(**self._values(name, values))
-        parts = self._boot(settings, DecodeScheduler)
-        signals = StopSignals()
-        self.decodes.append(_run(settings, parts, signals, serve_decode(settings, parts, signals)))
+        self.decodes.append(_run(settings, self._boot(settings, DecodeScheduler)))
         return self.decodes[-1]
 
     def _values(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +154,15 @@ class Cluster:
             mock.patch("baton.worker.boot.resolve", lambda *_, **__: self.model),
         ):
             return boot(settings, scheduler_type)
+
+    def boot_again(self, settings: WorkerSettings, *arguments: Any) -> Parts[Any]:
+        """As `boot`, for a worker of ours that goes on in another role."""
+        worker = next(w for w in self.workers if w.settings.worker_id == settings.worker_id)
+        worker.settings, worker.parts = settings, boot(settings, *arguments)
+        workers = self.workers
+        self.prefills = [w for w in workers if isinstance(w.settings, PrefillSettings)]
+        self.decodes = [w for w in workers if isinstance(w.settings, DecodeSettings)]
+        return worker.parts
 
     # --- books ------------------------------------------------------------------------------
 
@@ -210,11 +213,10 @@ class Cluster:
                 await directory.wait_changed(0.2)
 
 
-def _run(
-    settings: WorkerSettings, parts: Parts[Any], signals: StopSignals, serving: Awaitable[None]
-) -> ClusterWorker:
-    task = asyncio.ensure_future(serving)
-    return ClusterWorker(settings, parts, signals, task)  # type: ignore[arg-type]
+def _run(settings: WorkerSettings, parts: Parts[Any]) -> ClusterWorker:
+    signals = StopSignals(Role)
+    task = asyncio.create_task(worker_process.live(settings, parts, signals))
+    return ClusterWorker(settings, parts, signals, task)
 
 
 @contextlib.asynccontextmanager
@@ -247,6 +249,8 @@ async def running_cluster(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(redis.stop)
         await stack.enter_async_context(_routing(cluster, router or {}))
+        again = mock.patch("baton.cli.worker_process.boot", cluster.boot_again)
+        stack.enter_context(again)
         stack.push_async_callback(_stop_workers, cluster)
         for _ in range(prefills):
             await cluster.add_prefill(**(prefill or {}))

@@ -31,8 +31,10 @@ from baton.kv_policy import parse_policy
 from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
-from baton.worker.boot import Parts, pins_for, shared_memory
-from baton.worker.status import WorkerServicer, WorkerStatus
+from baton.worker.boot import Loaded, Parts, pins_for, shared_memory
+from baton.worker.role_change import RoleChange
+from baton.worker.servicer import WorkerServicer
+from baton.worker.status import WorkerStatus
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
 from decode_service.transfer import KVTransferServicer
@@ -107,7 +109,8 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         ModelRunner(model, cache),
         Sampler(config.eos_token_ids),
     )
-    return Parts(engine, cache, config, VOCAB, StoredModel("tiny", path, "tiny"), memory=memory)
+    loaded = Loaded(StoredModel("tiny", path, "tiny"), model, model_config)
+    return Parts(engine, cache, config, VOCAB, loaded, memory=memory)
 
 
 @dataclass
@@ -183,7 +186,9 @@ async def run_decode(path: Path, **settings: Any) -> AsyncIterator[RunningWorker
 async def _serving(
     engine: AsyncEngine[Any], status: WorkerStatus, adders: list[Any]
 ) -> AsyncIterator[str]:
-    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status))
+    own = partial(
+        worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status, RoleChange(status))
+    )
     tls = open_tls(status.settings.tls_dir)
     server, port = await make_server([*adders, own], "127.0.0.1:0", [], tls=tls)
     status.address = f"127.0.0.1:{port}"

@@ -20,7 +20,7 @@ def planned(*argv: str, cores: tuple[int, ...] = (0, 1)) -> dict[str, ChildSpec]
 
 
 def flags_of(spec: ChildSpec) -> list[str]:
-    return list(spec.argv[3:])
+    return [word for word in spec.argv if word.startswith("--")]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,17 @@ def test_workers_that_are_gone_are_forgotten() -> None:
     predictor.saw_steps(P, prefill_totals(100))
     predictor.saw_transfer(P, D, "shm", 1000, 0.001)
     predictor.saw_transfer(P, D, "shm", 1000, 0.001)
-    predictor.keep_only(["d"])
+    predictor.keep_only([D])
+    assert predictor.mape(Phase.TRANSFER) is None and predictor.mape(Phase.PREFILL) is None
+
+
+def test_what_a_worker_took_in_its_old_role_is_forgotten_with_it() -> None:
+    predictor, changed = Predictor(), record(Role.DECODE, "p", profile=())
+    predictor.saw_steps(P, prefill_totals(100))
+    predictor.saw_transfer(P, D, "shm", 1000, 0.001)
+    predictor.saw_transfer(P, D, "shm", 1000, 0.001)
+    assert not predictor.knows(changed) and predictor.prefill_s(changed, 100) == 0.0
+    predictor.keep_only([changed, D])
     assert predictor.mape(Phase.TRANSFER) is None and predictor.mape(Phase.PREFILL) is None
 
 

@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.cluster.errors import BatonError, SettingsError
 from baton.cluster.tls.folder import CA, CERT, KEY
-from baton.cluster.tls.peers import ROLES, SPIFFE
+from baton.cluster.tls.peers import ROLES, SPIFFE, named_role
 
 CA_KEY = "ca.key"
 SERVERS = ("prefill", "decode", "gateway")
@@ -128,7 +128,7 @@ def read(folder: Path) -> Issued:
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise BatonError(f"There is no certificate of Baton in {folder}: {error}") from error
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    role = next((uri.removeprefix(SPIFFE) for uri in uris if uri.startswith(SPIFFE)), "")
+    role = named_role(uris)
     hosts = (
         *names.get_values_for_type(x509.DNSName),
         *(str(address) for address in names.get_values_for_type(x509.IPAddress)),

@@ -18,6 +18,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from baton.cluster.errors import SettingsError
+from baton.cluster.tls.peers import named_role
 
 CA, CERT, KEY = "ca.crt", "tls.crt", "tls.key"
 _log = logging.getLogger(__name__)
@@ -55,6 +56,16 @@ class TlsFolder:
                 except SettingsError as error:
                     _log.warning("tls=%s the old certificate stays: %s", self._path, error)
             return self._material
+
+    @property
+    def role(self) -> str:
+        """That its certificate names; empty for none."""
+        certificate = x509.load_pem_x509_certificate(self.latest().cert)
+        try:
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        except x509.ExtensionNotFound:
+            return ""
+        return named_role(names.value.get_values_for_type(x509.UniformResourceIdentifier))
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Whoever connects must show a certificate of our authorities.

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -28,6 +28,7 @@ _WORKER_CALLS = {
     "/baton.v1.Decode/": ("router",),
     "/baton.v1.KVTransfer/": ("prefill",),
     "/baton.v1.Worker/Drain": ("router", "admin"),
+    "/baton.v1.Worker/ChangeRole": ("admin",),
     "/baton.v1.Worker/GetCache": ("router", "admin"),
     "/baton.v1.Worker/Unpin": ("router", "admin"),
     "/baton.v1.Worker/FlushCache": ("router", "admin"),
@@ -45,11 +46,12 @@ def allowed(method: str) -> tuple[str, ...]:
 
 def role_of(auth: Any) -> str:
     """Of what `ServicerContext.auth_context` gives; empty for a certificate without a role."""
-    for uri in auth.get("peer_uri", ()):
-        text = str(uri, "utf-8", "replace")
-        if text.startswith(SPIFFE):
-            return text.removeprefix(SPIFFE)
-    return ""
+    return named_role(str(uri, "utf-8", "replace") for uri in auth.get("peer_uri", ()))
+
+
+def named_role(uris: Iterable[str]) -> str:
+    """Of the URIs of a certificate; empty when none is a SPIFFE id of ours."""
+    return next((uri.removeprefix(SPIFFE) for uri in uris if uri.startswith(SPIFFE)), "")
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
