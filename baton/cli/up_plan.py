@@ -13,6 +13,7 @@ from baton.cli.child_process import ChildSpec
 from baton.cli.cores import share_cores
 from baton.cli.up_settings import (
     DECODE_FIELDS,
+    PREFILL_FIELDS,
     ROUTER_FIELDS,
     SHARED_FIELDS,
     WORKER_FIELDS,
@@ -71,7 +72,7 @@ def worker_spec(
 ) -> ChildSpec:
     """Worker number `index` of its role."""
     threads = settings.threads_per_worker or len(cores) or max(1, int(settings.cpus_per_worker))
-    own = WORKER_FIELDS + DECODE_FIELDS if role == "decode" else WORKER_FIELDS
+    own = WORKER_FIELDS + (DECODE_FIELDS if role == "decode" else PREFILL_FIELDS)
     place: dict[str, Any] = {"host": site.worker_host} if site.worker_host else {}
     if cores:
         place["cores"] = format_cores(cores)

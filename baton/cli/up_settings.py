@@ -24,8 +24,11 @@ from baton.cluster.settings import (
     Port,
     RedisUrl,
     Seconds,
+    Share,
     Size,
     Speculate,
+    Transport,
+    WireCodec,
 )
 from baton.cluster.settings_source import Settings, choices, option
 
@@ -54,7 +57,10 @@ WORKER_FIELDS = (
     "max_num_seqs",
     "chunk_size",
     "enable_prefix_cache",
+    "pin_quota",
+    "transport",
 )
+PREFILL_FIELDS = ("wire_codec",)
 DECODE_FIELDS = ("speculate",)
 ROUTER_FIELDS = (
     "max_running",
@@ -139,6 +145,9 @@ class UpSettings(Settings):
     max_num_seqs: Count | None = option(None, "as for a worker", _COUNT)
     chunk_size: Count | None = option(None, "as for a worker", _COUNT)
     enable_prefix_cache: bool | None = option(None, "as for a worker", "true or false")
+    pin_quota: Share | None = option(None, "as for a worker", "a share from 0 to 1")
+    transport: Transport | None = option(None, "as for a worker", choices(Transport))
+    wire_codec: WireCodec | None = option(None, "as for a prefill worker", choices(WireCodec))
     speculate: Speculate | None = option(
         None, "as for a decode worker", "off, ngram(…) or draft(MODEL)"
     )

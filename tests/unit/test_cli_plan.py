@@ -93,12 +93,16 @@ def test_threads_per_worker_overrides_the_share() -> None:
 
 def test_flags_for_children_reach_those_that_have_them() -> None:
     specs = planned(
-        "--kv-memory=1GiB", "--no-enable-prefix-cache", "--max-queue=5", "--decode-prefills=never"
-    )
+        "--kv-memory=1GiB", "--no-enable-prefix-cache", "--max-queue=5", "--decode-prefills=never",
+        "--pin-quota=0.5", "--transport=grpc", "--wire-codec=int8", "--speculate=ngram",
+    )  # fmt: skip
     router = RouterSettings.load(flags_of(specs["router"]))
     decode = DecodeSettings.load(flags_of(specs["decode-0"]))
     assert (router.max_queue, router.decode_prefills) == (5, "never")
     assert (decode.max_queue, decode.kv_memory, decode.enable_prefix_cache) == (5, 1 << 30, False)
+    assert (decode.pin_quota, decode.transport, decode.speculate) == (0.5, "grpc", "ngram")
+    prefill = PrefillSettings.load(flags_of(specs["prefill-0"]))
+    assert (prefill.pin_quota, prefill.transport, prefill.wire_codec) == (0.5, "grpc", "int8")
 
 
 def test_what_was_not_given_as_a_flag_is_left_to_the_children(
