@@ -81,6 +81,31 @@ async def test_what_is_evicted_is_not_shipped(
         await decode.wait_idle()
 
 
+@pytest.mark.parametrize(
+    "policy", ["streaming(sinks=4,window=24)", "snapkv(budget=16,window=8)", "h2o(budget=16)"]
+)
+async def test_a_choice_of_a_lost_worker_goes_on_with_the_tokens_it_would_have_given(
+    tiny_llama: Path, policy: str
+) -> None:
+    """What the lost worker had dropped depends on the prompt and the tokens alone."""
+    values: dict[str, Any] = {"kv_policy": policy, "num_blocks": 128}
+    llm = LLM(tiny_llama, "float32", block_size=4, chunk_size=64, **values)
+    sampling = {"temperature": 0.7, "seed": 3, "max_tokens": 48, "ignore_eos": True}
+    prompt = random_prompt(30, 3)
+    whole = offline(llm, prompt, **sampling, n=2)[1]
+    async with (
+        run_prefill(tiny_llama, **values) as prefill,
+        run_decode(tiny_llama, **values) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        for done in (1, 15, 40):
+            given = common_pb2.Continuation(choice=1, output_token_ids=whole[:done])
+            served = await client.serve(prompt, sampling_pb(**sampling), continuation=given)
+            assert served.tokens == {1: whole}
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
 async def ask(cluster: Cluster, **body: Any) -> Any:
     prompt = "Once upon a time there was a cache. " * 8
     own = {"prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True}

@@ -54,7 +54,8 @@ async def run_pair(
 
 
 def offline(llm: LLM, prompt: list[int], **sampling: Any) -> list[list[int]]:
-    (choices,) = llm.generate([prompt], SamplingParams(temperature=0.0, seed=1, **sampling))
+    params: dict[str, Any] = {"temperature": 0.0, "seed": 1, **sampling}
+    (choices,) = llm.generate([prompt], SamplingParams(**params))
     return [choice.token_ids for choice in choices]
 
 
