@@ -34,7 +34,6 @@ _MESSAGE_OPTIONS: list[tuple[str, int]] = [
 ]
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_MESSAGE_OPTIONS,
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted worker is reached again at once, not after gRPC's 2-minute backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -53,6 +52,8 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
 def _ping_options(peer_timeout_s: float) -> list[tuple[str, int]]:
     """A ping per third of the timeout, half of it for the answer: the rest is for being late."""
     return [
+        # Also while no call runs: a server never hears that a client gave up beyond a cut link.
+        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", max(1, int(1000 * peer_timeout_s / 3))),
         ("grpc.keepalive_timeout_ms", max(1, int(1000 * peer_timeout_s / 2))),
         ("grpc.http2.ping_timeout_ms", max(1, int(1000 * peer_timeout_s / 2))),
