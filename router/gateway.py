@@ -72,7 +72,7 @@ class Gateway:
             slow_start_s=settings.slow_start_s,
         )
         self.planner.on_room = self.admission.workers_changed
-        self.keys = KeyRing(settings.api_keys, settings.api_keys_file)
+        self.keys = KeyRing(settings.api_keys, settings.api_keys_file, self.shared.limits)
         self.metrics = RouterMetrics(self.admission, self.planner)
         self.ledgers = Ledgers(settings, self.metrics)
         self.default_targets = DefaultTargets(settings)

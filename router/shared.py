@@ -1,4 +1,5 @@
-"""What the routers of a cluster share through Redis: the prefix index and the load of all.
+"""What the routers of a cluster share through Redis: the prefix index, the load of all, and
+the limits of API keys.
 
 Without a Redis URL, as in tests of one router, it is this router's own.
 """
@@ -6,6 +7,7 @@ Without a Redis URL, as in tests of one router, it is this router's own.
 from baton.cluster.load_ledger import LoadLedger
 from baton.cluster.prefix_index import PrefixIndex, PrefixStore
 from baton.cluster.redis_link import RedisLink
+from router.access import SharedLimits
 
 
 class Shared:
@@ -15,7 +17,9 @@ class Shared:
         self._link = RedisLink(redis_url) if redis_url else None
         self.ledger = LoadLedger(self._link)
         self.index: PrefixIndex | None = None
+        self.limits: SharedLimits | None = None
         if self._link is not None:
+            self.limits = SharedLimits(self._link)
             self.index = PrefixIndex(self._link, PrefixStore(self._link.client))
 
     @property

@@ -3,6 +3,7 @@
 # that is there already. Where no image registry answers, the base images are made of packages.
 #   deploy/docker/engine.sh ensure   prints variables for docker-compose.yml
 #   deploy/docker/engine.sh stop     ends the engine, if `ensure` started it
+#   deploy/docker/engine.sh able     fails, and says why, where no engine runs and the kernel allows none
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 STATE=${XDG_RUNTIME_DIR:-/run}/baton-docker
@@ -52,24 +53,34 @@ base_images() {
   PYTHON_IMAGE=baton-base/python:3.11 REDIS_IMAGE=baton-base/redis:7
   docker image inspect "$PYTHON_IMAGE" "$REDIS_IMAGE" && return
   command -v mmdebstrap || apt-get install -qqy --no-install-recommends mmdebstrap
-  debian | docker import - baton-base/debian:bookworm
-  docker build -q -t "$PYTHON_IMAGE" - <<< 'FROM baton-base/debian:bookworm
-RUN apt-get update -q && apt-get install -yq --no-install-recommends python3 python3-pip python3-venv && rm -rf /var/lib/apt/lists/*'
-  docker build -q -t "$REDIS_IMAGE" - <<< 'FROM baton-base/debian:bookworm
-RUN apt-get update -q && apt-get install -yq --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/*'
+  debian_with_python | docker import - "$PYTHON_IMAGE"
+  docker build -q -t "$REDIS_IMAGE" - <<< "FROM $PYTHON_IMAGE
+RUN apt-get update -q && apt-get install -yq --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/*"
 }
 
 # A root file system as a tar, which trusts the certificates that this machine trusts.
-debian() {
+debian_with_python() {
   TMPDIR=$(findmnt -no TARGET /dev/shm || echo /tmp) mmdebstrap --quiet --variant=minbase \
-    --include=ca-certificates \
+    --include=ca-certificates,python3,python3-venv --aptopt='Acquire::Languages "none"' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+    --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt=force-unsafe-io \
     --customize-hook='cp /usr/local/share/ca-certificates/*.crt "$1/usr/local/share/ca-certificates/" || true' \
     --customize-hook='chroot "$1" update-ca-certificates' \
     --customize-hook='printf "[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n" > "$1/etc/pip.conf"' \
     --customize-hook='printf "#!/bin/sh\nexit 101\n" > "$1/usr/sbin/policy-rc.d"; chmod 755 "$1/usr/sbin/policy-rc.d"' \
     --customize-hook='rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/*' \
     bookworm - /etc/apt/sources.list.d/debian.sources
+}
+
+# What an engine cannot do without and only the kernel can give.
+able() {
+  docker info > /dev/null 2>&1 && return
+  [ "$(id -u)" = 0 ] || { say "no engine runs, and to start one takes root"; return 1; }
+  local refused
+  refused=$(unshare --mount --uts --ipc --net --pid --fork \
+    sh -c 'mount -t tmpfs none /mnt && mount -t proc proc /proc' 2>&1) ||
+    { say "this kernel lets root have no namespaces of its own: $refused"; return 1; }
+  grep -q cgroup /proc/filesystems || { say "this kernel has no control groups"; return 1; }
 }
 
 stop_engine() {
@@ -87,5 +98,6 @@ case ${1:-} in
     printf 'BASE_IMAGE=%s\nREDIS_IMAGE=%s\n' "$PYTHON_IMAGE" "$REDIS_IMAGE"
     ;;
   stop) stop_engine > /dev/null ;;
-  *) say "use: ensure or stop"; exit 2 ;;
+  able) able ;;
+  *) say "use: ensure, stop or able"; exit 2 ;;
 esac

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.types import Scope
 
-from router.access.bucket import Bucket
 from router.access.keys import ApiKey
+from router.access.limits import Limit, SharedLimits
 from router.openai.errors import ApiError
 
 SCOPE = "baton.caller"
@@ -19,17 +19,20 @@ SCOPE = "baton.caller"
 class Allowance:
     """What one key has left. Lives as long as the key has these limits."""
 
-    def __init__(self, key: ApiKey) -> None:
-        self._requests = _bucket(key.requests_per_minute)
-        self._tokens = _bucket(key.tokens_per_minute)
+    def __init__(self, key: ApiKey, shared: SharedLimits | None = None) -> None:
+        def limit(unit: str, per_minute: int | None) -> Limit | None:
+            return Limit(f"{unit}:{key.sha256}", per_minute, shared) if per_minute else None
 
-    def request(self, now: float) -> None:
+        self._requests = limit("requests", key.requests_per_minute)
+        self._tokens = limit("tokens", key.tokens_per_minute)
+
+    async def request(self, now: float) -> None:
         """Counts one request. Raises ApiError when there have been too many."""
-        _take(self._requests, 1, now, "requests")
+        await _take(self._requests, 1, now, "requests")
 
-    def tokens(self, count: int, now: float) -> None:
+    async def tokens(self, count: int, now: float) -> None:
         """Pays for a prompt before it is computed. Raises ApiError."""
-        _take(self._tokens, count, now, "tokens")
+        await _take(self._tokens, count, now, "tokens")
 
     def spent(self, count: int, now: float) -> None:
         """Pays for tokens that have been generated."""
@@ -37,24 +40,17 @@ class Allowance:
             self._tokens.pay(count, now)
 
 
-def _bucket(per_minute: int | None) -> Bucket | None:
-    return Bucket(per_minute) if per_minute is not None else None
-
-
-def _take(bucket: Bucket | None, cost: int, now: float, unit: str) -> None:
-    if bucket is None:
-        return
-    wait_s = bucket.wait_s(cost, now)
-    if wait_s > 0:
+async def _take(limit: Limit | None, cost: int, now: float, unit: str) -> None:
+    wait_s = 0.0 if limit is None else await limit.take(cost, now)
+    if limit is not None and wait_s > 0:
         raise ApiError(
-            f"This API key may use {bucket.per_minute} {unit} per minute; "
+            f"This API key may use {limit.per_minute} {unit} per minute; "
             f"try again in {math.ceil(wait_s)} s.",
             429,
             "rate_limit_error",
             code="rate_limit_exceeded",
             retry_after_s=wait_s,
         )
-    bucket.pay(cost, now)
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,14 @@ class Caller:
     key: ApiKey | None = None
     allowance: Allowance | None = field(default=None, repr=False)
 
-    def count_request(self, now: float) -> None:
+    async def count_request(self, now: float) -> None:
         """Raises ApiError when there have been too many; so does `count_prompt`."""
         if self.allowance is not None:
-            self.allowance.request(now)
+            await self.allowance.request(now)
 
-    def count_prompt(self, num_tokens: int, now: float) -> None:
+    async def count_prompt(self, num_tokens: int, now: float) -> None:
         if self.allowance is not None:
-            self.allowance.tokens(num_tokens, now)
+            await self.allowance.tokens(num_tokens, now)
 
     def count_output(self, num_tokens: int, now: float) -> None:
         if self.allowance is not None:

@@ -12,18 +12,23 @@ from pathlib import Path
 from baton.cluster.errors import SettingsError
 from router.access.caller import ANYBODY, Allowance, Caller
 from router.access.keys import ApiKey, hash_of, parse_keys
+from router.access.limits import SharedLimits
 from router.openai.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """`text`: lines as in a file. Without file and text everybody is let in."""
+    """`text`: lines as in a file. Without file and text everybody is let in. Without `shared`
+    limits are this router's own."""
 
-    def __init__(self, text: str = "", path: Path | None = None) -> None:
+    def __init__(
+        self, text: str = "", path: Path | None = None, shared: SharedLimits | None = None
+    ) -> None:
         self.required = bool(text) or path is not None
         self._text = text
         self._path = path
+        self._shared = shared
         self._callers: dict[str, Caller] = {}
         self._stamp = self._stamp_now()
         try:
@@ -65,7 +70,9 @@ class KeyRing:
     def _caller(self, key: ApiKey) -> Caller:
         """With what it has left, where nothing about it has changed."""
         known = self._callers.get(key.sha256)
-        return known if known is not None and known.key == key else Caller(key, Allowance(key))
+        if known is not None and known.key == key:
+            return known
+        return Caller(key, Allowance(key, self._shared))
 
     def _stamp_now(self) -> tuple[int, int, int] | None:
         if self._path is None:

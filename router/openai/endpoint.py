@@ -114,13 +114,13 @@ class Endpoint:
         deadline = arrived + time_allowed(exchange.header(HEADER), self._gateway.settings)
         started = time.monotonic()
         ledger.own.span("receive", ledger.started, started)
-        caller.count_request(started)
+        await caller.count_request(started)
         async with exchange.while_client_waits():
             async with asyncio.timeout_at(deadline):
                 with timed(ledger.own, "tokenise"):
                     payload = _decode_json(body)
                     call = await self._prepare(payload, deadline, exchange, caller, ledger)
-                caller.count_prompt(sum(map(len, call.prepared.prompts)), time.monotonic())
+                await caller.count_prompt(sum(map(len, call.prepared.prompts)), time.monotonic())
                 answer = self._stream if call.prepared.stream else self._gather
                 outputs, served = await answer(exchange, call, caller)
         self._measure(started, call, outputs, served)

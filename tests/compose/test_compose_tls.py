@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 
 from router.access.keys import ApiKey, hash_of, new_key
-from tests.support.answers import whole_answer
+from tests.compose.asking import COMPLETIONS, STREAM, ask
+from tests.compose.conftest import Golden
 from tests.support.compose import Compose, docker, eventually
 
 pytestmark = [
@@ -20,31 +21,16 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-COMPLETIONS = "/v1/completions"
 KEY = new_key()
-BODY: dict[str, Any] = {
-    "prompt": "A letter to the harbour master about the weather of last week:",
-    "max_tokens": 24,
-    "temperature": 0,
-    "ignore_eos": True,
-}
 
 
 @pytest.fixture(scope="module")
-def in_clear(compose: Compose) -> str:
-    """What the cluster says before it speaks TLS."""
-    answer = httpx.post(f"{compose.url}{COMPLETIONS}", json=BODY, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return whole_answer(answer.json()).text
-
-
-@pytest.fixture(scope="module")
-def secure(compose: Compose, in_clear: str) -> Iterator[Compose]:
+def secure(compose: Compose) -> Iterator[Compose]:
     """The same cluster, started anew with the profile."""
     entry = ApiKey(name="ops", sha256=hash_of(KEY), tenant="ops", admin=True)
     settings = {"TLS": "https", "COMPOSE_PROFILES": "tls", "API_KEYS": entry.line()}
     secure = compose.changed(**settings)
-    secure("up", "--detach", "--wait", "--wait-timeout", "300", timeout_s=330)
+    secure.up()
     yield secure
     secure("down", "--volumes", "--timeout", "45")
 
@@ -58,16 +44,15 @@ async def client(secure: Compose, tmp_path: Path) -> AsyncIterator[httpx.AsyncCl
         yield client
 
 
-async def test_answers_are_those_in_clear_and_kv_travels_encrypted(
-    client: httpx.AsyncClient, in_clear: str
+async def test_answers_are_those_of_the_offline_engine_and_kv_travels_encrypted(
+    client: httpx.AsyncClient, golden: Golden
 ) -> None:
-    shown = {"authorization": f"Bearer {KEY}"}
-    answer = await client.post(COMPLETIONS, json=BODY, headers=shown)
-    assert answer.status_code == 200, answer.text
-    assert whole_answer(answer.json()).text == in_clear
+    client.headers["authorization"] = f"Bearer {KEY}"
+    prompt, wanted = golden.cases[0]
+    golden.check(await ask(client, prompt.path, **prompt.body, max_tokens=16), wanted)
 
     async def links() -> list[dict[str, Any]]:
-        records = (await client.get("/workers", headers=shown)).json()["workers"]
+        records = (await client.get("/workers")).json()["workers"]
         assert {record["role"] for record in records} == {"prefill", "decode"}
         return [link for record in records for link in record["links"]]
 
@@ -80,7 +65,7 @@ async def test_answers_are_those_in_clear_and_kv_travels_encrypted(
 
 
 async def test_without_a_key_there_is_no_answer(client: httpx.AsyncClient) -> None:
-    assert (await client.post(COMPLETIONS, json=BODY)).status_code == 401
+    assert (await client.post(COMPLETIONS, json=STREAM)).status_code == 401
     assert (await client.get("/health")).status_code == 200
 
 
@@ -96,8 +81,20 @@ async def test_a_container_of_the_network_without_a_certificate_reaches_no_worke
             await asyncio.to_thread(docker, "exec", "-e", "BATON_TLS_DIR=", router, *probe)
 
 
+async def test_redis_speaks_tls_only_and_shows_a_certificate_of_the_cluster(
+    secure: Compose,
+) -> None:
+    (router,) = secure.containers("router")
+    ping = "import os, redis; u = os.environ['BATON_REDIS_URL']; "
+    ping += "print(redis.Redis.from_url({}).ping())"
+    assert docker("exec", router, "python", "-c", ping.format("u")).strip() == "True"
+    for wrong in ("u.replace('rediss:', 'redis:').partition('?')[0]", "u.partition('?')[0]"):
+        with pytest.raises(AssertionError, match=r"exceptions\.ConnectionError"):
+            docker("exec", router, "python", "-c", ping.format(wrong))
+
+
 async def test_keys_are_readable_by_their_user_only(secure: Compose) -> None:
     (certs,) = secure.containers("certs")
     modes = docker("exec", certs, "sh", "-c", "stat -c %a /etc/baton/certs/*/tls.key").split()
-    assert len(modes) == 5 and set(modes) == {"600"}
+    assert len(modes) == 6 and set(modes) == {"600"}
     assert docker("exec", certs, "stat", "-c", "%a", "/etc/baton/authority").strip() == "700"

@@ -45,6 +45,9 @@ async def test_a_cluster_does_all_its_work_under_the_documented_acl(
             return (await cluster.ask(COMPLETIONS, **body)).num_cached
 
         await until_equal(hit, 96)
+        limits = cluster.gateway.shared.limits
+        assert limits is not None and await limits.wait_s("x", 1, 1) == 0
+        assert await limits.wait_s("x", 1, 1) > 0
         assert (await cluster.client.get("/health")).json()["status"] == "ok"
     async with Redis.from_url(url.replace("baton:s3cret", "root:root")) as root:
         assert await root.acl_log() == []

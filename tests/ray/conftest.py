@@ -27,6 +27,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         patch.setenv("BATON_HOME", str(home))
         patch.setenv("BATON_SELF_PROFILE", "false")
         patch.setenv("BATON_QUEUE_TIMEOUT_S", "240")  # a busy machine decides no test
+        # With Ray's own, 15, they starve beside anything else.
+        patch.setenv("RAY_worker_niceness", "0")
         # A job's entrypoint is a shell command.
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         nodes = RayNodes(3, home)

@@ -47,6 +47,11 @@ class Compose:
     def __call__(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         return docker(*self._options, *arguments, timeout_s=timeout_s, **self._variables)
 
+    def up(self, *arguments: str) -> None:
+        """As users start it; returns when everything is healthy."""
+        wait = ("--detach", "--wait", "--wait-timeout", "300")
+        self("up", *wait, *arguments, timeout_s=330)
+
     @property
     def url(self) -> str:
         return f"http://{self('port', 'router', '8000').strip()}"

@@ -1,19 +1,29 @@
 """docker-compose.yml as it is written, and as `docker compose config` reads it; no engine runs."""
 
+import asyncio
 import json
 import os
 import re
 import shutil
+import signal
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.support.redis_servers import redis_7
+from baton.cluster import redis_client
+from baton.cluster.tls import authority
+from baton.cluster.tls.folder import CA
+from tests.support.compose import eventually
+from tests.support.redis_servers import free_port, redis_7
+from tests.support.tls import make_certificates
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -58,34 +68,75 @@ def test_the_user_of_redis_may_do_what_is_documented() -> None:
     assert configured.replace("$$REDIS_PASSWORD", "CHANGE_ME") == documented
 
 
-@redis_7
-def test_redis_starts_as_written_and_lets_in_who_knows_the_password(tmp_path: Path) -> None:
-    import redis
-
-    script = SERVICES["redis"]["command"][2].replace("$$", "$")
-    socket = tmp_path / "socket"
-    script = script.replace("redis-server -", f"redis-server - --port 0 --unixsocket {socket}")
+@contextmanager
+def redis_as_written(folder: Path, tls: str = "", **changes: str) -> Iterator[None]:
+    """The script of the service, ready; `changes`: what is elsewhere in this test."""
+    script = SERVICES["redis"]["command"][2].replace("$$", "$").replace("/tmp/", f"{folder}/")
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
     server = subprocess.Popen(
-        ["sh", "-c", script], env=os.environ | {"REDIS_PASSWORD": "s3cret"}, cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ["sh", "-c", script], env=os.environ | {"REDIS_PASSWORD": "s3cret", "TLS": tls},
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
     try:
         assert server.stdout is not None
         assert any("eady to accept" in line for line in server.stdout)
-        with redis.Redis(
-            unix_socket_path=str(socket), username="baton", password="s3cret"
-        ) as baton:
-            assert baton.ping() and baton.set("{baton}:x", "1")
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                baton.keys("*")
-        with (
-            redis.Redis(unix_socket_path=str(socket)) as stranger,
-            pytest.raises(redis.exceptions.AuthenticationError),
-        ):
-            stranger.ping()
+        yield
     finally:
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)
         server.communicate()
+
+
+@redis_7
+def test_redis_starts_as_written_and_lets_in_who_knows_the_password(tmp_path: Path) -> None:
+    import redis
+
+    path = str(tmp_path / "socket")
+    socket = f"redis-server - --port 0 --unixsocket {path}"
+    with (
+        redis_as_written(tmp_path, **{"redis-server -": socket}),
+        redis.Redis(unix_socket_path=path, username="baton", password="s3cret") as baton,
+        redis.Redis(unix_socket_path=path) as stranger,
+    ):
+        assert baton.ping() and baton.set("{baton}:x", "1")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            baton.keys("*")
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            stranger.ping()
+
+
+@redis_7
+async def test_redis_of_the_profile_tls_shows_its_certificate_and_the_renewed_one_too(
+    tmp_path: Path,
+) -> None:
+    """To clients as the cluster's URL makes them."""
+    (tmp_path / "authority").mkdir()
+    made = make_certificates(tmp_path / "authority")
+    port = str(free_port())
+    elsewhere = {"certs=/etc/baton/certs": f"certs={made}", "sleep 600": "sleep 0.2"}
+    elsewhere["--tls-port 6379"] = f"--tls-port {port}"
+    url = f"rediss://baton:s3cret@localhost:{port}/0?ssl_ca_certs={made}/{CA}"
+
+    async def serial() -> int:
+        """Of the certificate that a new connection sees."""
+        context = ssl.create_default_context(cafile=made / CA)
+        _, writer = await asyncio.open_connection("localhost", int(port), ssl=context)
+        shown = writer.get_extra_info("ssl_object").getpeercert()
+        writer.close()
+        return int(shown["serialNumber"], 16)
+
+    async def renewed() -> bool:
+        return await serial() == authority.read(made / "redis").serial
+
+    with redis_as_written(tmp_path, "https", **elsewhere):
+        client = redis_client.connect(url)
+        assert await redis_client.answer(client.ping(), 10)
+        assert await renewed()
+        authority.renew(made, made / "redis", always=True)
+        await eventually(renewed, 30)
+        await redis_client.close(client)
 
 
 @pytest.mark.parametrize("tls", ["", "https"])
@@ -110,7 +161,7 @@ def test_the_profile_tls_makes_certificates_or_refuses_to_go_on_in_clear(
         while not (tmp_path / "certs/ca.crt").exists():
             assert time.monotonic() < deadline and certs.poll() is None
             time.sleep(0.05)
-        for role in ("router", "prefill", "decode", "gateway"):
+        for role in ("router", "prefill", "decode", "gateway", "redis"):
             assert (tmp_path / "certs" / role / "tls.key").exists()
     finally:
         certs.kill()
@@ -168,6 +219,7 @@ def test_profiles_add_services_and_tls_reaches_every_process() -> None:
         assert environment["BATON_TLS_DIR"] == f"/etc/baton/certs/{name}"
         assert environment["BATON_TLS_SERVER_NAME"] == "workers.internal"
         assert everything[name]["depends_on"]["certs"]["condition"] == "service_healthy"
+        assert environment["BATON_REDIS_URL"].startswith("rediss://")
     certfile = everything["router"]["environment"]["BATON_SSL_CERTFILE"]
     assert certfile == "/etc/baton/certs/gateway/tls.crt"
     for tls in ("", "https"):

@@ -26,7 +26,7 @@ from baton.cluster.tls.folder import CA, CERT, KEY
 from baton.cluster.tls.peers import ROLES, SPIFFE, named_role
 
 CA_KEY = "ca.key"
-SERVERS = ("prefill", "decode", "gateway")
+SERVERS = ("prefill", "decode", "gateway", "redis")
 _SKEW = timedelta(minutes=5)
 """Clocks of other machines may be behind."""
 

@@ -21,8 +21,8 @@ from baton.cluster.once import Once
 
 SPIFFE = "spiffe://baton/"
 CALLERS = ("router", "prefill", "decode", "admin")
-ROLES = (*CALLERS, "gateway")
-"""The gateway's HTTPS calls nobody."""
+ROLES = (*CALLERS, "gateway", "redis")
+"""The gateway's HTTPS and a Redis over TLS call nobody."""
 _WORKER_CALLS = {
     "/baton.v1.Prefill/": ("router",),
     "/baton.v1.Decode/": ("router",),

@@ -48,6 +48,8 @@ def ray_session(settings: UpSettings) -> Iterator[Ground]:
 def _connect(address: str, settings: UpSettings) -> None:
     options: dict[str, Any] = {"logging_level": "warning", "namespace": "baton"}
     if address == "local":
+        # Ray starts workers with niceness 15; these serve, and would starve on a busy machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         options |= {
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
