@@ -40,6 +40,8 @@ class Inbox:
         self._transports = _transports(settings.transports, device)
         self._device = device
         self._layout = layout
+        self._message_bytes = 0
+        """Of payloads that came inside messages and are not yet written."""
 
     def offer(self) -> common_pb2.TransferOffer:
         return common_pb2.TransferOffer(
@@ -66,11 +68,17 @@ class Inbox:
         if isinstance(carrier, TorchMessage):
             self._check_offered("torch")
             await self.groups.take(carrier, write)
-        else:
+            return
+        self._message_bytes += size
+        try:
             await copying(work, write, carrier, checksum)
+        finally:
+            self._message_bytes -= size
 
     def resources(self) -> TransferResources:
-        return TransferResources(len(self.groups), self.pools.num_bytes, self.groups.num_bytes)
+        return TransferResources(
+            len(self.groups), self.pools.num_bytes, self.groups.num_bytes, self._message_bytes
+        )
 
     def close(self) -> None:
         self.pools.close()

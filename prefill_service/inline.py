@@ -15,31 +15,46 @@ from baton.worker import kv_wire
 
 
 class InlineLink:
-    """`in_flight` bounds the payloads of all hand-offs of the process."""
+    """To one receiver. Frames take room until they are acknowledged: at most `pair_frames` of all
+    hand-offs to it, so that a slow one leaves others their share of `in_flight`, the process's."""
 
     name = "grpc"
     frame_bytes = DEFAULT_FRAME_BYTES
     depth = 3
     owns_payloads = True
 
-    def __init__(self, in_flight: asyncio.Semaphore, timeout_s: float) -> None:
+    def __init__(self, in_flight: asyncio.Semaphore, pair_frames: int, timeout_s: float) -> None:
         self._in_flight = in_flight
+        self._of_pair = asyncio.Semaphore(pair_frames)
         self._timeout_s = timeout_s
 
     async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._in_flight.acquire()
-        except TimeoutError:
-            raise TransportFailed(f"no room in flight for {self._timeout_s} s") from None
+        await self._acquire()
         try:
             message = await copying(
                 work(reader.num_bytes(plan), plan.codec == RAW), _message, reader, plan, sequence
             )
         except BaseException:
-            self._in_flight.release()
+            self._release()
             raise
-        return Shipment(message, release=self._in_flight.release)
+        return Shipment(message, release=self._release)
+
+    async def _acquire(self) -> None:
+        """Raises TransportFailed."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._of_pair.acquire()
+                try:
+                    await self._in_flight.acquire()
+                except BaseException:
+                    self._of_pair.release()
+                    raise
+        except TimeoutError:
+            raise TransportFailed(f"no room in flight for {self._timeout_s} s") from None
+
+    def _release(self) -> None:
+        self._in_flight.release()
+        self._of_pair.release()
 
 
 def _message(reader: BlockReader, plan: FramePlan, sequence: int) -> bytes:

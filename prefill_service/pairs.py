@@ -8,6 +8,7 @@ Owns the sending ends; their number and memory are bounded and reported.
 import asyncio
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection
 from functools import partial
@@ -32,7 +33,9 @@ from prefill_service.wire_policy import Rates
 log = logging.getLogger(__name__)
 
 _MAX_PAIRS = 256
-_INLINE_FRAMES = 8
+_INLINE_FRAMES = 16
+"""Of all pairs, unacknowledged."""
+_INLINE_FRAMES_OF_PAIR = 8
 
 
 class Pairs:
@@ -49,7 +52,7 @@ class Pairs:
         self.settings = settings
         self.channels = channels
         self.device = cache.data.device.type
-        self.inline = InlineLink(asyncio.Semaphore(_INLINE_FRAMES), settings.handoff_timeout_s)
+        self.inline_frames = asyncio.Semaphore(_INLINE_FRAMES)
         self._cache = cache
         self.memory = memory
         self._pairs: OrderedDict[str, Pair] = OrderedDict()
@@ -74,7 +77,7 @@ class Pairs:
             layout.block_size // block_size,
         )
         pair, choice = self._pair(destination), self.settings.wire_codec
-        return PushSender(
+        sender = PushSender(
             self.channels.get(destination.address),
             destination,
             layout,
@@ -83,6 +86,8 @@ class Pairs:
             self.settings.handoff_timeout_s,
             Encoding(choice, destination.offer, reader, seq, pair.rates, self._computing),
         )
+        pair.senders.add(sender)
+        return sender
 
     def links(self) -> tuple[WorkerLink, ...]:
         return tuple(pair.link() for pair in self._pairs.values() if pair.transport)
@@ -93,6 +98,7 @@ class Pairs:
             torch_groups=len(groups),
             shm_bytes=self.memory.bytes.nbytes if self.memory else 0,
             staging_bytes=sum(group.num_bytes for group in groups),
+            in_flight_bytes=sum(pair.in_flight_bytes for pair in self._pairs.values()),
         )
 
     async def close(self) -> None:
@@ -121,9 +127,12 @@ class Pair:
         self.incarnation = destination.incarnation
         self.transport = ""
         self.rates = Rates()
+        self.senders = weakref.WeakSet[PushSender]()
         settings = pairs.settings
-        self._pairs = pairs
         self._resting: dict[str, float] = {}
+        self._inline = InlineLink(
+            pairs.inline_frames, _INLINE_FRAMES_OF_PAIR, settings.handoff_timeout_s
+        )
         self._shm = shm.ShmLink(pairs.memory) if pairs.memory else None
         self._order = _order(settings.transports, destination.offer, pairs.device, self._shm)
         self._retry_s = settings.transport_retry_s
@@ -144,8 +153,8 @@ class Pair:
                 continue
             self.transport = link.name
             return link
-        self.transport = self._pairs.inline.name
-        return self._pairs.inline
+        self.transport = self._inline.name
+        return self._inline
 
     def failed(self, link: PayloadLink, reason: str) -> None:
         transport = link.name.partition(":")[0]
@@ -161,7 +170,11 @@ class Pair:
     def link(self) -> WorkerLink:
         now = time.monotonic()
         resting = tuple(name for name, until in self._resting.items() if until > now)
-        return WorkerLink(self.address, self.transport, resting)
+        return WorkerLink(self.address, self.transport, resting, self.in_flight_bytes)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return sum(sender.in_flight_bytes for sender in self.senders)
 
     def _rest(self, transport: str, reason: str) -> None:
         log.warning("transport=%s peer=%s rests: %s", transport, self.address, reason)
@@ -170,7 +183,7 @@ class Pair:
     async def _open(self, transport: str, reservation: common_pb2.Reservation) -> PayloadLink:
         if transport == "torch":
             return await self.torch.link(reservation)
-        return self._shm if transport == "shm" and self._shm else self._pairs.inline
+        return self._shm if transport == "shm" and self._shm else self._inline
 
 
 def _order(

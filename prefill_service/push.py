@@ -115,6 +115,11 @@ class PushSender:
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Of payloads not yet acknowledged."""
+        return sum(self._reader.num_bytes(frame.plan) for frame in self._frames.values())
+
     def open(self) -> None:
         if self._call is None:
             self._call = self._push()

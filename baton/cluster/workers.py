@@ -60,11 +60,12 @@ class WorkerLoad:
 @dataclass(frozen=True)
 class WorkerLink:
     """How a prefill worker reaches one decode worker; `degraded` transports have failed and
-    rest until a pause has passed."""
+    rest until a pause has passed. `in_flight_bytes` are sent and not yet acknowledged."""
 
     peer: str
     transport: str
     degraded: tuple[str, ...] = ()
+    in_flight_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class TransferResources:
     torch_groups: int = 0
     shm_bytes: int = 0
     staging_bytes: int = 0
+    in_flight_bytes: int = 0
 
 
 @dataclass

@@ -234,6 +234,9 @@ async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
     await until(lambda: sender._link and sender.num_frames == sender._link.depth)
     await asyncio.sleep(0.05)  # time in which more could be written
     assert sender._link and sender.num_frames == sender._link.depth <= 3
+    (link,) = pair.prefill.status.record().links
+    block_bytes = pair.prefill.parts.cache.layout.bytes_per_block
+    assert link.in_flight_bytes == sender.num_frames * block_bytes
     gate.set()
     await sending
     assert pair.decode.status.activity.transfers.blocks == 20

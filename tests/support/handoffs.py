@@ -63,8 +63,10 @@ def by_hand(
     seq.block_table = list(range(num_blocks))
     reader = FlippingReader(cache, seq)
     reader.flip_at = flip_at
-    channel = pairs.channels.get(reservation.address)
-    return PushSender(channel, reservation, cache.layout, reader, pairs._pair(reservation), 10.0)
+    channel, pair = pairs.channels.get(reservation.address), pairs._pair(reservation)
+    sender = PushSender(channel, reservation, cache.layout, reader, pair, 10.0)
+    pair.senders.add(sender)
+    return sender
 
 
 def whole_block(position: int) -> FramePlan:

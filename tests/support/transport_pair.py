@@ -31,7 +31,9 @@ class Pair:
         await self.prefill.wait_idle()
         await self.decode.wait_idle()
         pairs, inbox = self.prefill.transfer, self.decode.transfer
-        await until(lambda: pairs.inline._in_flight._value == 8)
+        await until(lambda: pairs.inline_frames._value == 16)
+        for end in (pairs, inbox):
+            await until(lambda e=end: not e.resources().in_flight_bytes)
         groups = [p.torch.group for p in pairs._pairs.values() if p.torch.group]
         for group in [*groups, *inbox.groups._connected()]:
             await until(lambda g=group: g.ended.is_set() or g._buffers.qsize() == g.depth)
