@@ -59,6 +59,8 @@ check: setup ## Check format, lint, types, import rules, secrets and that the st
 	$(BIN)/hadolint deploy/docker/Dockerfile
 	$(BIN)/kubernetes-validate --strict --quiet --no-warn $(MANIFESTS)
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
+	@! docker compose version >/dev/null 2>&1 || REDIS_PASSWORD=x \
+		docker compose --env-file /dev/null --profile '*' config --quiet
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
 		&& $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --pyi_out=$$fresh $(PROTOS) \
 		&& rm $$fresh/baton/v1/common_pb2_grpc.py \

@@ -32,6 +32,7 @@ pytestmark = [
 ]
 
 HEAL_S = 180.0
+CLIENTS = 6
 LONG = STREAM | {"max_tokens": 240}
 """Nobody is fast enough to end it before a container is lost."""
 
@@ -177,6 +178,45 @@ async def _until_known(client: httpx.AsyncClient, count: int) -> None:
         return len(records) == count and not any(r["load"]["draining"] for r in records)
 
     await eventually(known, HEAL_S)
+
+
+# --- scaling ----------------------------------------------------------------------------------
+
+
+async def test_decode_scales_from_two_to_four_to_one_under_load_and_no_request_fails(
+    compose: Compose, client: httpx.AsyncClient, expected: Answer
+) -> None:
+    resting = asyncio.Event()
+
+    async def keep_asking() -> list[Answer]:
+        answers = []
+        while not resting.is_set():
+            answers.append(await ask(client))
+        return answers
+
+    async def scale(count: int) -> None:
+        await asyncio.to_thread(compose.up, "--no-recreate", "--scale", f"decode={count}")
+        await _until_known(client, count)
+
+    async def all_are_used() -> bool:
+        """Each has been handed something."""
+        links = [link for record in await workers(client, "prefill") for link in record["links"]]
+        used = {link["peer"] for link in links}
+        return used >= {record["address"] for record in await workers(client, "decode")}
+
+    async def scale_twice() -> list[Answer]:
+        await scale(4)
+        await eventually(all_are_used, HEAL_S)
+        await scale(1)
+        resting.set()
+        return []
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(keep_asking()) for _ in range(CLIENTS)]
+        tasks.append(group.create_task(scale_twice()))
+    answers = [answer for task in tasks for answer in task.result()]
+    assert len(answers) >= CLIENTS
+    assert all(is_begin(answer, expected) for answer in answers)
 
 
 # --- the end ----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Compose:
 
     def __init__(self, **variables: str) -> None:
         self._variables = {"REDIS_PASSWORD": secrets.token_hex(16), "PORT": "0", **variables}
-        files = ["docker-compose.yml"]
+        files = ["docker-compose.yml", "tests/compose/override.yml"]
         files += ["deploy/docker/wheels.yml"] if os.environ.get("WHEELS") else []
         self._options = ["compose", "--project-name", PROJECT, "--env-file", "/dev/null"]
         self._options += [part for file in files for part in ("--file", file)]

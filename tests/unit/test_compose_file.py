@@ -56,7 +56,7 @@ def test_ports_are_published_on_loopback_and_by_router_and_dashboard_only() -> N
 def test_images_of_others_have_a_version() -> None:
     images = {s["image"] for s in SERVICES.values() if not s["image"].startswith("${")}
     images |= set(re.findall(r"_IMAGE:-([^}]+)", TEXT))
-    for image in images - {"baton-router:latest", "baton-worker:latest"}:
+    for image in images - {f"baton-{name}:latest" for name in ("router", "worker", "worker-gpu")}:
         assert re.search(r":v?\d", image), image
 
 
@@ -203,7 +203,14 @@ def resolved(*profiles: str, **variables: str) -> dict[str, Any]:
     return services
 
 
-docker_needed = pytest.mark.skipif(shutil.which("docker") is None, reason="no docker on PATH")
+def _has_compose() -> bool:
+    return (
+        shutil.which("docker") is not None
+        and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+    )
+
+
+docker_needed = pytest.mark.skipif(not _has_compose(), reason="no docker compose on this machine")
 BASE = {"redis", "router", "prefill", "decode"}
 
 
@@ -220,6 +227,11 @@ def test_profiles_add_services_and_tls_reaches_every_process() -> None:
         assert environment["BATON_TLS_SERVER_NAME"] == "workers.internal"
         assert everything[name]["depends_on"]["certs"]["condition"] == "service_healthy"
         assert environment["BATON_REDIS_URL"].startswith("rediss://")
+    for name in ("prefill-gpu", "decode-gpu"):
+        worker = resolved("gpu")[name]
+        (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+        assert worker["build"]["args"]["TORCH_INDEX_URL"].endswith("/cu130")
     certfile = everything["router"]["environment"]["BATON_SSL_CERTFILE"]
     assert certfile == "/etc/baton/certs/gateway/tls.crt"
     for tls in ("", "https"):
