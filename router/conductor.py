@@ -243,7 +243,8 @@ class Conductor:
         if decode is None:
             return False
         ahead = {prefill.ahead(), decode.ahead()}
-        await asyncio.wait(ahead, return_when=asyncio.FIRST_COMPLETED)
+        if not any(event.done() for event in ahead):
+            await asyncio.wait(ahead, return_when=asyncio.FIRST_COMPLETED)
         if not decode.ahead().done():
             return False
         decode.ahead().result()
@@ -265,9 +266,10 @@ class Conductor:
                 await self._deliver(leg, tokens, decode, output, served)
                 if not generation.unfinished(leg.choices):
                     break
-                for choice in set(generation.ended_by_text(tokens)) - told:
-                    told.add(choice)
-                    await self.dialer.stop_choice(decode.worker, reservation, choice)
+                for choice in generation.ended_by_text(tokens):
+                    if choice not in told:
+                        told.add(choice)
+                        await self.dialer.stop_choice(decode.worker, reservation, choice)
             elif kind == "done":
                 self._note_done(event.done, served)
                 break

@@ -35,6 +35,7 @@ class Hold:
         self._on_room = on_room
         self._began_at = time.monotonic()
         self._queue_s = 0.0
+        self._steps = self._computed = self._drawn = 0
         self._prefill, self._decode = _claims(plan, facts)
         loads.add(self._prefill)
         loads.add(self._decode)
@@ -44,6 +45,7 @@ class Hold:
         if kind == "tokens":
             if self._prefill:
                 self._prefilled()
+            self._count(event.tokens.step)  # type: ignore[union-attr]
         elif kind == "started":
             self._queue_s = event.started.queue_s  # type: ignore[union-attr]
         elif kind == "first_tokens":
@@ -74,12 +76,20 @@ class Hold:
         self.ttft_s = self.ttft_s or self.plan.cost.waited_s + elapsed_s
         self._on_room()
 
+    def _count(self, step: common_pb2.Step) -> None:
+        computed, drawn = 1 + step.num_drafted_tokens, step.num_tokens
+        if 0 < drawn <= computed:  # else a chunk of a prompt, or a worker that does not tell
+            self._steps += 1
+            self._computed += computed
+            self._drawn += drawn
+
     def _learn(self, done: Any) -> None:
         prefill, decode = self.plan.prefill, self.plan.decode
         if isinstance(done, decode_pb2.GenerateDone):
             if decode is not None:
                 self._predictor.saw_steps(decode, totals_from_pb(done.prefill_steps))
                 self._predictor.saw_steps(decode, totals_from_pb(done.decode_steps))
+                self._predictor.saw_drafts(decode, self._steps, self._computed, self._drawn)
             return
         if prefill is None:
             return

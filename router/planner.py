@@ -157,8 +157,8 @@ class Planner:
             cached = matches.expected_tokens(worker)
             share = self._slow_start.share(worker)
             if worker.role is Role.PREFILL:
-                free = worker.load.free_blocks
-                candidates.append(Candidate(worker, *load, free, cached, share=share))
+                # Its report of free blocks is older than most of its prompts: backlog_s bounds it.
+                candidates.append(Candidate(worker, *load, cached_tokens=cached, share=share))
                 continue
             targets = self._tpot_targets.get(worker.worker_id)
             candidates.append(

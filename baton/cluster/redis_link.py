@@ -37,11 +37,7 @@ class RedisLink:
         if not self.healthy:
             raise RegistryUnavailable("Redis is not available: it did not answer a moment ago")
         give_up = asyncio.get_running_loop().time() + timeout_s
-        try:
-            async with asyncio.timeout_at(give_up):
-                await self._slots.acquire()
-        except TimeoutError as error:  # our own crowd, not Redis
-            raise RegistryUnavailable("Redis is busy with other requests") from error
+        await self._slot(give_up)
         try:
             return await answer(start(), give_up - asyncio.get_running_loop().time())
         except RegistryRefused:
@@ -51,6 +47,16 @@ class RedisLink:
             raise
         finally:
             self._slots.release()
+
+    async def _slot(self, give_up: float) -> None:
+        if not self._slots.locked():
+            await self._slots.acquire()  # at once: a timer would cost more
+            return
+        try:
+            async with asyncio.timeout_at(give_up):
+                await self._slots.acquire()
+        except TimeoutError as error:  # our own crowd, not Redis
+            raise RegistryUnavailable("Redis is busy with other requests") from error
 
     async def start(self) -> None:
         """Opens the connections, which takes longer than a request may wait, or begins to wait

@@ -10,6 +10,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Self
 
 import orjson
@@ -33,6 +34,10 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: str
+
+    def __hash__(self) -> int:
+        """Layouts of one model are few, and asked for in every placement."""
+        return hash(self.fingerprint)
 
     def hands_over_to(self, decode: Self) -> bool:
         """Blocks of plain values are cut, and their values converted; quantized ones are wholes."""
@@ -112,7 +117,7 @@ class WorkerRecord:
         try:
             raw = dict(orjson.loads(data))
             raw["role"] = Role(raw["role"])
-            raw["layout"] = KVLayout(**_known(KVLayout, raw["layout"]))
+            raw["layout"] = _one_of_a_kind(KVLayout(**_known(KVLayout, raw["layout"])))
             raw["load"] = WorkerLoad(**_known(WorkerLoad, raw["load"]))
             raw["profile"] = tuple(
                 StepTotals(**_known(StepTotals, totals)) for totals in raw.get("profile", ())
@@ -122,6 +127,12 @@ class WorkerRecord:
             return cls(**_known(cls, raw))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a worker record: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _one_of_a_kind(layout: KVLayout) -> KVLayout:
+    """The same object for equal layouts, so that comparing them costs nothing."""
+    return layout
 
 
 def _link(raw: dict[str, Any]) -> WorkerLink:

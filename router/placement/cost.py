@@ -5,7 +5,7 @@ second token, not the first: it is in `tpot_s`. Costs do not depend on targets, 
 shrinks as targets grow, so that more slack never makes a choice worse.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.cluster.workers import WorkerRecord
 from router.targets import Targets
@@ -14,8 +14,7 @@ from router.targets import Targets
 HEADROOM = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds, but for the counts. `others_*`: the time per token of those already on the decode
     worker, after and before; `harm_s`: what they lose together."""
 
@@ -53,8 +52,7 @@ class Cost:
         return own + self.prefill_s + self.harm_s
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """A placement. `prefill=None`: decode prefills itself. `decode=None`: prefill is enough.
     `miss`: by which part promises are predicted to be missed, 0 when all are kept; what of it
     is other requests' is `others_miss`."""
@@ -68,8 +66,10 @@ class Plan:
     @property
     def rank(self) -> tuple[float, float, bool, int, str, str]:
         """The least one is the best. Where nothing is known, prefill and decode stay apart."""
-        ids = [w.worker_id if w else "" for w in (self.prefill, self.decode)]
-        return self.miss, self.cost.total_s, not self.prefill, self.cost.ahead, ids[0], ids[1]
+        prefill_id = self.prefill.worker_id if self.prefill else ""
+        decode_id = self.decode.worker_id if self.decode else ""
+        cost = self.cost
+        return self.miss, cost.total_s, not prefill_id, cost.ahead, prefill_id, decode_id
 
 
 def own_miss(cost: Cost, targets: Targets, needs_decode: bool) -> float:
@@ -88,4 +88,5 @@ def others_miss(cost: Cost, targets: Targets, tightest_tpot_s: float) -> float:
 
 def over(predicted_s: float, target_s: float) -> float:
     """By which part a prediction is beyond what counts as meeting a target."""
-    return max(0.0, predicted_s / (HEADROOM * target_s) - 1.0)
+    late = predicted_s / (HEADROOM * target_s) - 1.0
+    return late if late > 0.0 else 0.0

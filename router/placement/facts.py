@@ -42,6 +42,7 @@ class Candidate(NamedTuple):
     requests: int = 0
     tokens: int = 0
     free_blocks: int = 0
+    """On decode."""
     cached_tokens: int = 0
     """Of this request's prompt, in its cache by the time the request gets there. While nothing is
     known of caches: where prompts that begin like this one are sent."""

@@ -68,6 +68,7 @@ class Options:
             self._by_layout.setdefault(prefill.record.layout, []).append(prefill)
         self._matching: dict[KVLayout, list[Candidate]] = {}
         """By layout of the decode worker; workers of one layout are many."""
+        self._pairs: dict[tuple[KVLayout, KVLayout], bool] = {}
         self._busy = {c.record.worker_id for c in decodes if not self._may_queue(c)}
         self.decodes = [c for c in decodes if self._decode_has_room(c) and self._usable(c)]
         if not self.decodes and (request.needs_decode or not self.prefills):
@@ -146,6 +147,12 @@ class Options:
     # --- who may serve ----------------------------------------------------------------------
 
     def _hands_over(self, prefill: KVLayout, decode: KVLayout) -> bool:
+        pair = prefill, decode
+        if pair not in self._pairs:
+            self._pairs[pair] = self._may_hand_over(prefill, decode)
+        return self._pairs[pair]
+
+    def _may_hand_over(self, prefill: KVLayout, decode: KVLayout) -> bool:
         """Under a policy that drops tokens blocks have one size; with state, one dtype."""
         policy = self.request.kv_policy
         same_size = policy.is_full or prefill.block_size == decode.block_size
@@ -190,6 +197,6 @@ class Options:
             return False
         # As decode promises them: blocks for the prompt, and one more per choice.
         size = record.layout.block_size
-        wanted = -(-self.request.kept_tokens(size) // size) + n
+        wanted = -(-self._pricing.kept(size) // size) + n
         held = candidate.cached_tokens // size
         return candidate.free_blocks >= min(wanted, record.num_blocks) - held

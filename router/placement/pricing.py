@@ -18,9 +18,12 @@ class Pricing:
         self._queues: dict[str, float] = {}
         self._prefills: dict[str, float] = {}
         self._steps: dict[str, tuple[float, float]] = {}
+        self._kept: dict[int, int] = {}
 
     def queue_s(self, prefill: Candidate) -> float:
         """Until a prefill worker has computed what it has."""
+        if not prefill.requests:
+            return 0.0
         key = prefill.record.worker_id
         if key not in self._queues:
             work = (prefill.requests, prefill.tokens)
@@ -41,21 +44,28 @@ class Pricing:
         return self._prefills[key]
 
     def steps_s(self, decode: Candidate) -> tuple[float, float]:
-        """A decode step without this request (0 when idle) and with it."""
+        """Time per token of each sequence there without this request (0 when idle) and with it."""
         key = decode.record.worker_id
         if key not in self._steps:
-            request, step_s = self._request, self._predictor.step_s
+            n, step_s = self._request.n, self._predictor.step_s
             record, now = decode.record, decode.requests
-            kept = request.kept_tokens(decode.record.layout.block_size)
-            context = request.n * (kept + self._output / 2)
-            before = step_s(record, now, decode.tokens) if now else 0.0
-            after = step_s(record, now + request.n, decode.tokens + context)
+            context = n * (self.kept(record.layout.block_size) + self._output / 2)
+            drawn = self._predictor.tokens_per_step(record)
+            before = step_s(record, now, decode.tokens) / drawn if now else 0.0
+            after = step_s(record, now + n, decode.tokens + context) / drawn
             self._steps[key] = before, max(after, before)
         return self._steps[key]
 
+    def kept(self, block_size: int) -> int:
+        """See RequestFacts.kept_tokens."""
+        if block_size not in self._kept:
+            self._kept[block_size] = self._request.kept_tokens(block_size)
+        return self._kept[block_size]
+
     def uncached(self, candidate: Candidate) -> int:
         """The last token of a prompt is computed even if all of it is cached."""
-        return max(self._request.num_prompt_tokens - candidate.cached_tokens, 1)
+        left = self._request.num_prompt_tokens - candidate.cached_tokens
+        return left if left > 1 else 1
 
     def decode_harm_s(self, decode: Candidate, stall_s: float = 0.0) -> float:
         """What the others there lose to one more neighbour, all together, and to a prompt that
@@ -81,8 +91,7 @@ class Pricing:
     def pair(self, prefill: Candidate, decode: Candidate) -> Cost:
         before, after = self.steps_s(decode)
         uncached, total = self.uncached(prefill), self._request.num_prompt_tokens
-        kept = self._request.kept_tokens(decode.record.layout.block_size)
-        missing = max(kept - decode.cached_tokens, 1)
+        missing = max(self.kept(decode.record.layout.block_size) - decode.cached_tokens, 1)
         token_bytes = bytes_per_token(decode.record.layout)
         # What earlier chunks computed has been sent beside the computing of later ones.
         exposed = min(missing, uncached, prefill.record.chunk_size) * token_bytes
@@ -112,7 +121,8 @@ class Pricing:
         uncached = self.uncached(decode)
         cached = self._request.num_prompt_tokens - uncached
         prefill_s = predictor.prefill_s(record, uncached, cached, others, decode.tokens)
-        stall_s = max(prefill_s - before * _mixed_steps(decode, uncached), 0.0)
+        step_s = before * predictor.tokens_per_step(record)
+        stall_s = max(prefill_s - step_s * _mixed_steps(decode, uncached), 0.0)
         return Cost(
             waited_s=self._request.waited_s,
             admit_s=predictor.admit_s,

@@ -4,7 +4,8 @@ Three linear models: a step that computes prompts costs by (1, prompt tokens, at
 decoded tokens, their context), a step that only decodes by (1, sequences, context), what a
 hand-off adds after the first token by (1, bytes). Workers are seeded by the steps that they
 measured at their start and refined by the totals that come back with every request; what
-nothing is known of is predicted like its peers, and 0 when there are none. Pure: no clock.
+nothing is known of is predicted like its peers, and 0 when there are none. Where drafts are checked
+a step computes, and yields, several tokens of a sequence: means of what was seen. Pure: no clock.
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from baton.step_totals import StepTotals, chunk_attention
 from router.predictor.least_squares import OnlineLeastSquares
 
 OUTPUT_MEMORY = 0.05
+DRAFT_MEMORY = 0.1
 Link = tuple[str, str, str]
 
 
@@ -32,6 +34,8 @@ class _Speed:
         self.prefill = OnlineLeastSquares(5)
         self.decode = OnlineLeastSquares(3)
         self.profile: tuple[StepTotals, ...] = ()
+        self.computed_per_step = self.drawn_per_step = 1.0
+        """Tokens of one sequence: more than one where drafts are checked."""
 
     def seed(self, profile: tuple[StepTotals, ...]) -> None:
         same, self.profile = profile == self.profile, profile
@@ -86,9 +90,15 @@ class Predictor:
 
     def step_s(self, worker: WorkerRecord, sequences: float, context_tokens: float) -> float:
         """One step that decodes `sequences` with so many tokens of context together."""
-        own = self._speed(worker).decode
-        model = own if own.trained else self._peers[worker.role].decode
-        return model.predict((1, sequences, context_tokens))
+        speed = self._speed(worker)
+        model, wide = speed.decode, speed.computed_per_step
+        if not model.trained:
+            model = self._peers[worker.role].decode
+        return model.predict((1, wide * sequences, wide * context_tokens))
+
+    def tokens_per_step(self, worker: WorkerRecord) -> float:
+        """That a sequence gets: more than one where drafts turn out right."""
+        return self._speed(worker).drawn_per_step
 
     def transfer_s(self, prefill: WorkerRecord, decode: WorkerRecord, num_bytes: float) -> float:
         """From the first token to the committed hand-off, `num_bytes` being left to send."""
@@ -119,6 +129,13 @@ class Predictor:
     def saw_steps(self, worker: WorkerRecord, totals: StepTotals) -> None:
         self._speed(worker).learn(totals, judge=True)
         self._peers[worker.role].learn(totals, judge=False)
+
+    def saw_drafts(self, worker: WorkerRecord, steps: int, computed: int, drawn: int) -> None:
+        """What decode steps of one sequence computed and drew, in tokens."""
+        if steps > 0:
+            speed = self._speed(worker)
+            speed.computed_per_step += DRAFT_MEMORY * (computed / steps - speed.computed_per_step)
+            speed.drawn_per_step += DRAFT_MEMORY * (drawn / steps - speed.drawn_per_step)
 
     def saw_transfer(
         self, prefill: WorkerRecord, decode: WorkerRecord, transport: str, sent: int, seconds: float

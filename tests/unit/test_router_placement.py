@@ -276,6 +276,18 @@ def test_an_exposed_transfer_is_charged_to_the_pair_that_pays_it() -> None:
     assert 0 < chosen.cost.transfer_s < 0.01
 
 
+def test_a_worker_whose_drafts_are_right_keeps_a_target_that_its_steps_alone_would_miss() -> None:
+    predictor, facts = Predictor(), dataclasses.replace(FACTS, targets=Targets(tpot_s=0.02))
+    slow = decode("drafts", profile=speed(2.0))
+    workers = (prefill(), slow, decode("plain", 5, 500))
+    assert names(plan(*workers, facts=facts, predictor=predictor)) == ("p", "plain")
+    for _ in range(50):
+        predictor.saw_drafts(slow.record, steps=10, computed=50, drawn=40)
+    chosen = plan(*workers, facts=facts, predictor=predictor)
+    assert names(chosen) == ("p", "drafts") and chosen.miss == 0
+    assert chosen.cost.step_s == pytest.approx(2 * (0.020 + 5 * 0.002) / 4, rel=0.1)
+
+
 def test_without_knowledge_nothing_is_missed_and_load_decides() -> None:
     bare = (prefill("p1", 9, 900, profile=()), prefill("p2", profile=()), decode(profile=()))
     chosen = plan(*bare, facts=dataclasses.replace(FACTS, targets=Targets(0.001, 0.001)))
