@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -49,6 +50,19 @@ def test_quantiles_are_within_one_percent_and_memory_is_bounded() -> None:
         assert figures[f"p{percent}"] == pytest.approx(exact, rel=0.011)
     wide = sketch_of([10.0**power for power in range(-9, 10)] * 50)
     assert len(wide.as_json()["bins"]) <= 1024 and Sketch().figures() == {"count": 0}
+
+
+def test_a_group_of_few_requests_takes_little_memory() -> None:
+    """Rows of mostly empty bins: a router grew by 150 KB for every slot and pair of workers."""
+    rng = random.Random(1)
+    tracemalloc.start()
+    group = Group()
+    for _ in range(5):
+        for number in range(45):
+            group.observe(f"phase.{number}", rng.lognormvariate(-4, 1.5))
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert group.sketches["phase.0"].count == 5 and size < 50_000
 
 
 def collect(*ledgers: Ledger, now: float = 1000.0, per_s: float = 100.0) -> Window:
