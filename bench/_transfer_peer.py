@@ -3,6 +3,7 @@ receivers for the ceilings."""
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -37,6 +39,7 @@ from decode_service.worker import DecodeWorker
 MIB = 1 << 20
 MESSAGE = 4 * MIB
 IN_FLIGHT = 3
+MOST = 256 * MIB
 VOCAB = 100
 
 
@@ -45,11 +48,29 @@ def layout_of() -> KVLayout:
     return KVLayout("bench", 32, 8, 64, 16, "bfloat16", ("full",) * 32)
 
 
+class Cost(NamedTuple):
+    """Seconds on the clock, and of CPU in both processes."""
+
+    wall: float
+    cpu: float
+
+    def since(self, start: "Cost") -> "Cost":
+        return Cost(self.wall - start.wall, self.cpu - start.cpu)
+
+
 @dataclass
 class Peer:
     address: str
+    process: psutil.Process
     gloo: Any
     _store: Any
+    memory: torch.Tensor
+    """What the bare messages say."""
+    messages: list[bytes]
+
+    def now(self) -> Cost:
+        times = [process.cpu_times() for process in (psutil.Process(), self.process)]
+        return Cost(time.perf_counter(), sum(each.user + each.system for each in times))
 
 
 class _NoModel:
@@ -111,24 +132,26 @@ async def serve_decode(
 
 
 def _serve_raw_gloo(group: Any) -> None:
-    """Each round: the number of messages, the messages, an answer. Zero messages end it."""
-    count, buffers = torch.zeros(1, dtype=torch.int64), [_buffer() for _ in range(IN_FLIGHT)]
+    """Each round: the number of messages, the messages, an answer."""
+    order, memory = torch.zeros(2, dtype=torch.int64), _memory()
     while True:
-        group.recv([count], 0, 0).wait(timedelta(hours=1))
-        if not count.item():
-            return
-        _pump(group.recv, 0, buffers, int(count.item()))
-        group.send([count], 0, 0).wait()
+        group.recv([order], 0, 0).wait(timedelta(hours=1))
+        _pump(group.recv, 0, memory, order.tolist())
+        group.send([order], 0, 0).wait()
 
 
-def _buffer() -> torch.Tensor:
-    return torch.zeros(MESSAGE, dtype=torch.uint8)
+def _memory() -> torch.Tensor:
+    return torch.zeros(MOST, dtype=torch.uint8)
 
 
-def _pump(verb: Any, peer: int, buffers: list[torch.Tensor], count: int) -> None:
+def _pump(verb: Any, peer: int, memory: torch.Tensor, order: list[int]) -> None:
+    """`order`: the number of messages, and how many of them lie side by side: the next one uses
+    the first one's memory again."""
+    count, apart = order
     works: list[Any] = []
     for number in range(count):
-        works.append(verb([buffers[number % IN_FLIGHT]], peer, 1 + number))
+        start = number % apart * MESSAGE
+        works.append(verb([memory[start : start + MESSAGE]], peer, 1 + number))
         if len(works) == IN_FLIGHT:
             works.pop(0).wait()
     for work in works:
@@ -155,7 +178,9 @@ def running_peer() -> Iterator[Peer]:
     try:
         address, port = mine.recv()
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        yield Peer(address, _gloo(store, 0, timedelta(seconds=60), "127.0.0.1"), store)
+        group = _gloo(store, 0, timedelta(seconds=60), "127.0.0.1")
+        messages = [os.urandom(MESSAGE) for _ in range(MOST // MESSAGE)]
+        yield Peer(address, psutil.Process(process.pid), group, store, _memory().fill_(1), messages)
     finally:
         process.kill()
         process.join()
@@ -164,37 +189,36 @@ def running_peer() -> Iterator[Peer]:
 # --- ceilings ---------------------------------------------------------------------------------
 
 
-def memcpy_s(mib: int, _kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}) -> float:  # noqa: B006
-    if mib not in _kept:
-        _kept[mib] = (torch.ones(mib * MIB, dtype=torch.uint8), torch.zeros(mib * MIB).byte())
-    source, target = _kept[mib]
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
+async def memcpy(peer: Peer, target: torch.Tensor, mib: int) -> Cost:
+    source, start = peer.memory[: mib * MIB], peer.now()
+    await asyncio.to_thread(target[: mib * MIB].copy_, source)
+    return peer.now().since(start)
 
 
-async def raw_gloo_s(peer: Peer, mib: int) -> float:
-    """From the first message to the other side's answer."""
+async def raw_gloo(peer: Peer, mib: int, hot: bool = False) -> Cost:
+    """From the first message to the other side's answer. As a hand-off does, it takes every byte
+    from a place of its own to a place of its own; `hot`: out of three buffers into three."""
     count = max(1, mib * MIB // MESSAGE)
-    size = min(MESSAGE, mib * MIB)
-    buffers, number = [_buffer()[:size] for _ in range(IN_FLIGHT)], torch.tensor([count])
+    order = [count, IN_FLIGHT if hot else count]
+    memory, told = peer.memory[: mib * MIB], torch.tensor(order)
 
-    def run() -> float:
-        start = time.perf_counter()
-        peer.gloo.send([number], 1, 0).wait()
-        _pump(peer.gloo.send, 1, buffers, count)
-        peer.gloo.recv([number], 1, 0).wait()
-        return time.perf_counter() - start
+    def run() -> Cost:
+        start = peer.now()
+        peer.gloo.send([told], 1, 0).wait()
+        _pump(peer.gloo.send, 1, memory, order)
+        peer.gloo.recv([told], 1, 0).wait()
+        return peer.now().since(start)
 
     return await asyncio.to_thread(run)
 
 
-async def raw_grpc_s(peer: Peer, channels: ChannelPool, mib: int) -> float:
-    message = bytes(min(MESSAGE, mib * MIB))
+async def raw_grpc(peer: Peer, channels: ChannelPool, mib: int) -> Cost:
+    count, size = max(1, mib * MIB // MESSAGE), min(MESSAGE, mib * MIB)
+    messages = [message[:size] for message in peer.messages[:count]]
     call = channels.get(peer.address).stream_unary("/raw/Push")()
-    start = time.perf_counter()
-    for _ in range(max(1, mib * MIB // MESSAGE)):
+    start = peer.now()
+    for message in messages:
         await call.write(message)
     await call.done_writing()
     await call
-    return time.perf_counter() - start
+    return peer.now().since(start)

@@ -3,7 +3,9 @@
 Two processes on loopback: a prefill side with the real sender, a decode side with the real gRPC
 service, receiver and reservations. The ceilings are measured in the same run, in turn with the
 hand-offs: one memcpy for shm, a bare Gloo pair (4 MiB messages, three in flight) for gloo, a bare
-grpc.aio stream of bytes (4 MiB messages) for grpc.
+grpc.aio stream of bytes (4 MiB messages) for grpc. As in a hand-off, every byte comes from a place
+of its own and goes to one; `hot` is the Gloo pair out of three buffers into three, all in the
+cache. CPU time is that of both processes together: on few cores, it is what both ends share.
 
     python bench/transfer.py [--quick] [--json FILE] [--no-model]
 """
@@ -11,7 +13,6 @@ grpc.aio stream of bytes (4 MiB messages) for grpc.
 import asyncio
 import statistics
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 from _common import Report, parser
 from _transfer_peer import (
     MIB,
+    MOST,
+    Cost,
     Peer,
     layout_of,
-    memcpy_s,
-    raw_gloo_s,
-    raw_grpc_s,
+    memcpy,
+    raw_gloo,
+    raw_grpc,
     running_peer,
 )
 
@@ -65,8 +68,8 @@ class Sender:
                 pairs[name, checksum] = Pairs(settings, cache, channels, memory)
         return Sender(cache, channels, peer, pairs)
 
-    async def hand_off(self, transport: str, checksum: bool, mib: int) -> float:
-        """Seconds from the first frame to the acknowledged commit."""
+    async def hand_off(self, transport: str, checksum: bool, mib: int) -> Cost:
+        """From the first frame to the acknowledged commit."""
         layout = self.cache.layout
         num_blocks = mib * MIB // layout.bytes_per_block
         prompt = [3] * (num_blocks * layout.block_size)
@@ -82,17 +85,17 @@ class Sender:
         seq.block_table = list(range(num_blocks))
         sender = self.pairs[transport, checksum].sender(reservation, seq)
         sender.open()
-        start = time.perf_counter()
+        start = self.peer.now()
         await sender.send(FramePlan(0, layout.num_layers, tuple(range(num_blocks))))
         await sender.commit(FIRST)
-        seconds = time.perf_counter() - start
+        cost = self.peer.now().since(start)
         await sender.abort()
         async for _ in events:  # to its end, so that the blocks are free for the next one
             continue
         expected = "torch:gloo" if transport == "gloo" else transport
         if sender.transport != expected:
             raise RuntimeError(f"{transport} fell back to {sender.transport}")
-        return seconds
+        return cost
 
     async def close(self) -> None:
         for pairs in self.pairs.values():
@@ -100,50 +103,55 @@ class Sender:
         await self.channels.close()
 
 
-async def in_turn(runs: dict[str, Callable[[], Awaitable[float]]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, after one round to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+async def in_turn(runs: dict[str, Callable[[], Awaitable[Cost]]], rounds: int) -> dict[str, Cost]:
+    """Median wall time and mean CPU time of each, after one round to warm up."""
+    costs: dict[str, list[Cost]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            taken = await run()
+            cost = await run()
             if number:
-                seconds[name].append(taken)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+                costs[name].append(cost)
+    return {
+        name: Cost(statistics.median(c.wall for c in each), statistics.mean(c.cpu for c in each))
+        for name, each in costs.items()
+    }
 
 
 async def measure(report: Report, peer: Peer, quick: bool) -> None:
     sizes = SIZES_MIB[:2] if quick else SIZES_MIB
     sender = Sender.open(peer, max(sizes) * MIB // layout_of().bytes_per_block + 1)
-    shares: list[float] = []
+    target = torch.ones(MOST, dtype=torch.uint8)
     for mib in sizes:
         rounds = 3 if quick else {1: 30, 16: 10}.get(mib, 5)
-        runs: dict[str, Callable[[], Awaitable[float]]] = {
-            "shm ceiling": lambda mib=mib: asyncio.to_thread(memcpy_s, mib),
-            "gloo ceiling": lambda mib=mib: raw_gloo_s(peer, mib),
-            "grpc ceiling": lambda mib=mib: raw_grpc_s(peer, sender.channels, mib),
+        runs: dict[str, Callable[[], Awaitable[Cost]]] = {
+            "shm ceiling": lambda mib=mib: memcpy(peer, target, mib),
+            "gloo ceiling": lambda mib=mib: raw_gloo(peer, mib),
+            "gloo hot": lambda mib=mib: raw_gloo(peer, mib, hot=True),
+            "grpc ceiling": lambda mib=mib: raw_grpc(peer, sender.channels, mib),
         }
         for name in TRANSPORTS:
             for checksum in (True, False):
                 runs[f"{name} {checksum}"] = lambda n=name, c=checksum, m=mib: sender.hand_off(
                     n, c, m
                 )
-        seconds = await in_turn(runs, rounds)
-        _report(report, mib, seconds)
-        shares.append(1 - seconds["grpc False"] / seconds["grpc True"])
-    report.add("transfer.checksum_share", max(shares[-1], 0.0), "of grpc's time")
+        _report(report, mib, await in_turn(runs, rounds))
     await sender.close()
 
 
-def _report(report: Report, mib: int, seconds: dict[str, float]) -> None:
+def _report(report: Report, mib: int, costs: dict[str, Cost]) -> None:
+    rates = {name: mib * MIB / 1e9 / cost.wall for name, cost in costs.items()}
     for name in TRANSPORTS:
-        ceiling = mib * MIB / 1e9 / seconds[f"{name} ceiling"]
-        path = f"transfer.{name}.{mib}MiB"
-        with_sum, without = (mib * MIB / 1e9 / seconds[f"{name} {c}"] for c in (True, False))
+        path, ceiling = f"transfer.{name}.{mib}MiB", rates[f"{name} ceiling"]
+        with_sum, without = rates[f"{name} True"], rates[f"{name} False"]
         report.add(f"{path}.gb_s", with_sum, "GB/s")
         report.add(f"{path}.ceiling_share", with_sum / ceiling, "of ceiling")
         report.add(f"{path}.gb_s_without_checksum", without, "GB/s")
         report.add(f"{path}.ceiling_share_without_checksum", without / ceiling, "of ceiling")
         report.add(f"{path}.ceiling_gb_s", ceiling, "GB/s")
+        report.add(f"{path}.checksum_share", 1 - with_sum / without, "of time")
+        for run, of in (("True", ""), ("False", "_without_checksum"), ("ceiling", "_of_ceiling")):
+            report.add(f"{path}.cpu_ms{of}", 1e3 * costs[f"{name} {run}"].cpu, "ms")
+    report.add(f"transfer.gloo.{mib}MiB.hot_ceiling_gb_s", rates["gloo hot"], "GB/s")
 
 
 def main() -> int:
