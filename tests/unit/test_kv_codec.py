@@ -43,12 +43,19 @@ def test_scales_are_no_larger_than_the_range_needs(kind: str) -> None:
     scale = quantize(keys, kind, 1).scale.float()
     largest, span = keys.abs().amax(1, True), keys.amax(1, True) - keys.amin(1, True)
     needed = {
-        "fp8": largest / 448,
+        "fp8": largest / 256,
         "int8": largest / 127,
         "int4": torch.maximum(span / 14, largest / 120),
     }[kind]
     assert (scale >= needed).all()
     assert (scale <= needed * 1.003 + 2**-23).all()
+
+
+def test_numbers_that_lie_close_together_come_back_from_fp8_within_a_28th() -> None:
+    """Scaled to e4m3's largest they took its widest steps: a perplexity 0.5 % higher."""
+    channel = torch.linspace(9.0, 10.0, 200)
+    error = (dequantize(quantize(channel, "fp8", 0), "fp8") - channel).abs()
+    assert (error / channel).max() < 1 / 28
 
 
 @pytest.mark.parametrize("kind", KINDS)
