@@ -3,12 +3,13 @@
     python bench/_gateway_peer.py workers            prints "PREFILL_ADDRESS DECODE_ADDRESS"
     python bench/_gateway_peer.py floor P D PORT     the same calls and chunks without our code
 
-Workers answer every request with 16 tokens; a prompt of one token gets them slowly. Nothing is
-computed and no KV moves: what is left is the cost of the calls.
+Workers answer every request with 16 tokens and tell their steps, as real ones do; a prompt of one
+token gets them slowly. Nothing is computed and no KV moves: what is left is the cost of the calls.
 """
 
 import asyncio
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from baton.cluster.rpc import ChannelPool, make_server
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 TOKENS = 16
+PROMPT = 8
 SLOW_S = 0.5
 __all__ = ["Report"]
 
@@ -31,6 +33,14 @@ __all__ = ["Report"]
 def _token(index: int) -> common_pb2.Token:
     finish = common_pb2.FINISH_REASON_LENGTH if index == TOKENS - 1 else 0
     return common_pb2.Token(token_id=100 + index, index=index, finish_reason=finish)
+
+
+def _step(index: int) -> common_pb2.Step:
+    """As if it had ended just now."""
+    now = time.monotonic()
+    return common_pb2.Step(
+        start=now - 1e-6, end=now, batch_size=8, num_tokens=1, context=PROMPT + index
+    )
 
 
 class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
@@ -42,26 +52,32 @@ class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         self._count += 1
+        now = time.monotonic()
         name, slow = str(self._count), len(request.prompt_token_ids) == 1
         landed = self.landed[name] = asyncio.Event()
         try:
             reservation = common_pb2.Reservation(id=name, lease_s=30)
-            reserved = decode_pb2.Reserved(reservation=reservation)
+            reserved = decode_pb2.Reserved(
+                reservation=reservation, received_at=now, sent_at=now + 1e-6
+            )
             await context.write(decode_pb2.GenerateEvent(reserved=reserved))
             await landed.wait()
             for index in range(1, TOKENS):
                 if slow:
                     await asyncio.sleep(SLOW_S)
-                tokens = decode_pb2.Tokens(tokens=[_token(index)])
+                tokens = decode_pb2.Tokens(tokens=[_token(index)], step=_step(index))
                 await context.write(decode_pb2.GenerateEvent(tokens=tokens))
             await context.write(decode_pb2.GenerateEvent(done=decode_pb2.GenerateDone()))
         finally:
             del self.landed[name]
 
     async def Prefill(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        started = prefill_pb2.PrefillStarted()
+        now = time.monotonic()
+        started = prefill_pb2.PrefillStarted(
+            received_at=now, started_at=now + 1e-6, sent_at=now + 2e-6
+        )
         await context.write(prefill_pb2.PrefillEvent(started=started))
-        first = prefill_pb2.FirstTokens(tokens=[_token(0)])
+        first = prefill_pb2.FirstTokens(tokens=[_token(0)], steps=[_step(0)])
         await context.write(prefill_pb2.PrefillEvent(first_tokens=first))
         self.landed[request.destination.id].set()
         await context.write(prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone()))

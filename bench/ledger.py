@@ -1,9 +1,9 @@
 """What the ledger costs, and how well it sums.
 
-Cost: a gateway over scripted workers (no model, so nothing hides it) serves the same requests with
-and without everything the ledger notes and folds, in turn; compared by CPU time of the whole
-process, which is the throughput of a busy core. Sum: mixed requests to a real `baton up`, each
-ledger's total against a stopwatch in this process.
+Cost: a router process whose ledger is switched off and on in turn serves the same requests. Over
+scripted workers (no model, so nothing hides it) by its own CPU time, which is the throughput of a
+busy core; over a real `baton up` by tokens per second as clients see them. Sum: mixed requests to
+that cluster, each ledger's total against a stopwatch in this process.
 
     python bench/ledger.py [--quick] [--json FILE] [--model NAME|PATH]
 """
@@ -11,75 +11,113 @@ ledger's total against a stopwatch in this process.
 import asyncio
 import contextlib
 import random
+import signal
 import statistics
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from unittest import mock
 
+import _gateway
 from _cluster import running_cluster
 from _common import Report, parser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from baton.cluster.ledger import Trail
+from baton.cluster.redis_server import EmbeddedRedis
+from baton.cluster.reports.collector import SHARE
 from baton.loadgen.metrics import percentile
-from router.ledgers import Ledgers
-from tests.support.byte_model import byte_model
-from tests.support.gateway import RunningGateway, running_gateway
 from tests.support.stopwatch import timed_post
-from tests.support.stub_workers import scripted
 
 PATH = "/v1/completions"
-TOKENS = 16
-AT_ONCE = 16
+ROUTER = str(Path(__file__).with_name("_switched_router.py"))
+TOKENS = 32
+AT_ONCE = 8
+Router = subprocess.Popen[str]
 
 
-@contextlib.contextmanager
-def without_ledger() -> Iterator[None]:
-    """As if it had never been written: nothing is noted, nothing folded."""
+@contextlib.asynccontextmanager
+async def switched_router(
+    redis_url: str, share: float, *flags: str
+) -> AsyncIterator[tuple[int, Router]]:
+    """`share` of a core may go into timelines."""
+    port, flags = _gateway.free_port(), (str(share), *flags)
+    with _gateway.process(ROUTER, *flags, *_gateway.router_flags(port, redis_url)) as router:
+        await _gateway.until_ready(port)
+        yield port, router
 
-    def nothing(*_: object, **__: object) -> None:
-        return None
 
-    with (
-        mock.patch("router.calls.note", nothing),
-        mock.patch.object(Trail, "delivered", nothing),
-        mock.patch.object(Trail, "span", nothing),
-        mock.patch.object(Ledgers, "add", nothing),
+async def in_turn(
+    router: Router, rounds: int, measure: Callable[[], Awaitable[float]]
+) -> tuple[list[float], list[float]]:
+    """What is measured with the ledger and without, round by round, warmed once."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    await measure()
+    for number in range(rounds):
+        for on in (number % 2 == 0, number % 2 == 1):
+            router.send_signal(signal.SIGUSR2 if on else signal.SIGUSR1)
+            found[on].append(await measure())
+    router.send_signal(signal.SIGUSR2)
+    return found[True], found[False]
+
+
+def shares(ours: list[float], bare: list[float]) -> tuple[float, float]:
+    """Median over the rounds of what is added, as a share, and its standard error."""
+    ratios = [one / other - 1 for one, other in zip(ours, bare, strict=True)]
+    return statistics.median(ratios), 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5
+
+
+async def gateway_cost(report: Report, rounds: int, requests: int) -> None:
+    """Of the router's own CPU time, over workers that only answer. What goes into timelines is a
+    share of time, not of requests, so it is left out and added."""
+    async with (
+        _gateway.stub_cluster() as (url, _, _),
+        switched_router(url, 0.0) as (port, router),
     ):
-        yield
+        ours, bare = await in_turn(router, rounds, lambda: _gateway.cpu_s(port, router, requests))
+    share, error = shares(ours, bare)
+    report.add("ledger.cpu_us_per_request", share * statistics.median(bare) * 1e6, "us")
+    report.add("ledger.gateway_share", share + SHARE, "")
+    report.add("ledger.gateway_share_error", error, "")
 
 
-async def cpu_s(running: RunningGateway, requests: int) -> float:
-    """CPU seconds per request, client and stub workers included."""
-    gate = asyncio.Semaphore(AT_ONCE)
+async def seconds_for(port: int, requests: int) -> float:
+    """Wall clock of so many requests, a few at once."""
+    left = iter(range(requests))
 
-    async def one() -> None:
-        body = {"prompt": "hello", "max_tokens": TOKENS, "stream": True}
-        async with gate:
-            await timed_post(running.port, PATH, body, "", timing=False)
+    async def client() -> None:
+        for number in left:
+            body = {
+                "prompt": [number % 1000 + 3] * 32,
+                "max_tokens": TOKENS,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            await timed_post(port, PATH, body, "", timing=False)
 
-    begin = time.process_time()
-    await asyncio.gather(*(one() for _ in range(requests)))
-    return (time.process_time() - begin) / requests
+    begin = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+    return time.perf_counter() - begin
 
 
-async def overhead(report: Report, rounds: int, requests: int) -> None:
-    with_s: list[float] = []
-    without_s: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        async with running_gateway(byte_model(Path(folder)), scripted("hello ")) as running:
-            await cpu_s(running, requests)
-            for number in range(rounds):
-                for on in (number % 2 == 0, number % 2 == 1):
-                    with contextlib.nullcontext() if on else without_ledger():
-                        (with_s if on else without_s).append(await cpu_s(running, requests))
-    ours, bare = statistics.median(with_s), statistics.median(without_s)
-    report.add("ledger.cpu_us_per_request", (ours - bare) * 1e6, "us")
-    report.add("ledger.gateway_share", (ours - bare) / bare, "")
+async def cluster_cost(report: Report, model: str, rounds: int, requests: int) -> None:
+    """Of the throughput that clients of a real cluster see; and how ledgers of it sum."""
+    redis = EmbeddedRedis()
+    url = await redis.start()
+    try:
+        with running_cluster(model, "--redis", url):
+            async with switched_router(url, SHARE, "--model", model) as (port, router):
+                ours, bare = await in_turn(router, rounds, lambda: seconds_for(port, requests))
+                errors = await sums(port, requests)
+    finally:
+        await redis.stop()
+    share, error = shares(ours, bare)
+    report.add("ledger.cluster_tok_s", TOKENS * requests / statistics.median(ours), "tokens/s")
+    report.add("ledger.overhead_share", share, "")
+    report.add("ledger.overhead_share_error", error, "")
+    report.add("ledger.sum_error_ms_p50", percentile(sorted(errors), 50), "ms")
+    report.add("ledger.sum_error_ms_p99", percentile(sorted(errors), 99), "ms")
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
@@ -91,9 +129,9 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-async def sums(port: int, count: int) -> tuple[list[float], list[float]]:
-    """Absolute errors in ms, and the time of each request in s, one request after the other."""
-    errors, took = [], []
+async def sums(port: int, count: int) -> list[float]:
+    """Absolute errors in ms, one request after the other."""
+    errors = []
     for number, prompt in enumerate(prompts(random.Random(1), count)):
         body = {
             "prompt": prompt,
@@ -103,10 +141,8 @@ async def sums(port: int, count: int) -> tuple[list[float], list[float]]:
             "n": 1 + number % 2,
         }
         timed = await timed_post(port, PATH, body, f"sum-{number}")
-        total = timed.events[-1]["timing"]["total_ms"]
-        errors.append(abs(timed.elapsed_s * 1e3 - total))
-        took.append(timed.elapsed_s)
-    return errors, took
+        errors.append(abs(timed.elapsed_s * 1e3 - timed.events[-1]["timing"]["total_ms"]))
+    return errors
 
 
 def main() -> None:
@@ -114,16 +150,9 @@ def main() -> None:
     arguments.add_argument("--model", default="smollm2", help="name in the store, or a path")
     args = arguments.parse_args()
     report = Report("The ledger")
-    asyncio.run(overhead(report, 4 if args.quick else 12, 100 if args.quick else 300))
-    with running_cluster(args.model) as running:
-        port = running.client.base_url.port or 80
-        errors, took = asyncio.run(sums(port, 20 if args.quick else 100))
-        worker_s = statistics.median(took)
-    report.add("ledger.sum_error_ms_p50", percentile(sorted(errors), 50), "ms")
-    report.add("ledger.sum_error_ms_p99", percentile(sorted(errors), 99), "ms")
-    # Of a served request: throughput is bound by the workers, whose time the ledger does not take.
-    per_request_s = next(f.value for f in report.figures if "cpu_us" in f.name) / 1e6
-    report.add("ledger.overhead_share", per_request_s / worker_s, "")
+    rounds, requests = (8, 100) if args.quick else (24, 300)
+    asyncio.run(gateway_cost(report, rounds, requests))
+    asyncio.run(cluster_cost(report, args.model, rounds, 24 if args.quick else 64))
     report.finish(args.json)
 
 

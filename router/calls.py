@@ -58,11 +58,12 @@ class WorkerCall:
         worker: WorkerRecord,
         call: Any,
         trail: CallTrail,
-        heard: Callable[[Any], None],
+        heard: Callable[[str | None, Any], None],
         refusals: Once,
     ) -> None:
-        """`heard` gets every event as soon as it comes. `refusals`: what has been told of workers
-        that cannot prove who they are, or do not believe who we are."""
+        """`call` reads pairs of an event and its bytes. `heard` gets the kind of every event and
+        the event as soon as it comes. `refusals`: what has been told of workers that cannot prove
+        who they are, or do not believe who we are."""
         self.worker = worker
         self._call = call
         self._trail = trail
@@ -87,13 +88,15 @@ class WorkerCall:
 
     async def _read(self) -> Any:
         try:
-            event = await self._call.read()
+            heard = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._reaction(error) from error
-        if event is grpc.aio.EOF:
+        if heard is grpc.aio.EOF:
             return None
-        note(event, self._trail, time.monotonic())
-        self._heard(event)
+        event, raw = heard
+        kind = event.WhichOneof("event")
+        note(kind, event, raw, self._trail, time.monotonic())
+        self._heard(kind, event)
         return event
 
     @asynccontextmanager

@@ -1,19 +1,37 @@
 """The calls to workers: what a leg of a request says to each of them. Knows no order of calls."""
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import grpc.aio
 
 from baton.cluster.once import Once
 from baton.cluster.rpc import ChannelPool
 from baton.cluster.workers import WorkerRecord
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.calls import WorkerCall
 from router.hold import Hold
 from router.job import Leg
+from router.notes import read_tokens
 
 STOP_TIMEOUT_S = 1.0
+
+
+class Method(NamedTuple):
+    """A server-streaming one, each of whose events comes with its bytes, which the ledger keeps:
+    the stubs of grpc give the event alone."""
+
+    path: str
+    parse: Callable[[bytes], tuple[Any, bytes]]
+
+
+GENERATE = Method(
+    "/baton.v1.Decode/Generate", lambda raw: (decode_pb2.GenerateEvent.FromString(raw), raw)
+)
+PREFILL = Method(
+    "/baton.v1.Prefill/Prefill", lambda raw: (prefill_pb2.PrefillEvent.FromString(raw), raw)
+)
 
 
 class Dialer:
@@ -22,7 +40,6 @@ class Dialer:
         self._refusals = Once()
 
     def decode(self, leg: Leg, worker: WorkerRecord, hold: Hold) -> WorkerCall:
-        stub = decode_pb2_grpc.DecodeStub(self._channels.get(worker.address))
         request = decode_pb2.GenerateRequest(
             request_id=leg.job.request_id,
             prompt_token_ids=leg.job.prompt_token_ids,
@@ -34,7 +51,7 @@ class Dialer:
             deadline_s=leg.first_token_within_s,
             pins=leg.pins,
         )
-        return self._call(leg, worker, stub.Generate, request, hold)
+        return self._call(leg, worker, GENERATE, request, hold)
 
     def prefill(
         self,
@@ -43,7 +60,6 @@ class Dialer:
         destination: common_pb2.Reservation | None,
         hold: Hold,
     ) -> WorkerCall:
-        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker.address))
         request = prefill_pb2.PrefillRequest(
             request_id=leg.job.request_id,
             prompt_token_ids=leg.job.prompt_token_ids,
@@ -55,15 +71,21 @@ class Dialer:
             deadline_s=leg.first_token_within_s,
             pins=leg.pins,
         )
-        return self._call(leg, worker, stub.Prefill, request, hold)
+        return self._call(leg, worker, PREFILL, request, hold)
 
     def _call(
-        self, leg: Leg, worker: WorkerRecord, method: Any, request: Any, hold: Hold
+        self, leg: Leg, worker: WorkerRecord, method: Method, request: Any, hold: Hold
     ) -> WorkerCall:
+        attempt = len(leg.failures) + 1
         trail = leg.job.trail.call(
-            worker.worker_id, worker.role, time.monotonic(), attempt=len(leg.failures) + 1
+            worker.worker_id, worker.role, time.monotonic(), attempt, read_tokens
         )
-        call = method(request, timeout=leg.job.time_left())
+        open_call = self._channels.get(worker.address).unary_stream(
+            method.path,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=method.parse,
+        )
+        call = open_call(request, timeout=leg.job.time_left())
         return WorkerCall(worker, call, trail, hold.heard, self._refusals)
 
     async def stop_choice(

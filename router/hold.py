@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.cluster.load_ledger import Load, LoadLedger
 from baton.step_totals import StepTotals
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2
 from router.placement import Plan, RequestFacts
 from router.predictor import Predictor
 
@@ -40,14 +40,14 @@ class Hold:
         loads.add(self._prefill)
         loads.add(self._decode)
 
-    def heard(self, event: prefill_pb2.PrefillEvent | decode_pb2.GenerateEvent) -> None:
-        kind = event.WhichOneof("event")
+    def heard(self, kind: str | None, event: Any) -> None:
+        """`event` is a PrefillEvent or a GenerateEvent."""
         if kind == "tokens":
             if self._prefill:
                 self._prefilled()
             self._count(event.tokens.step)  # type: ignore[union-attr]
         elif kind == "started":
-            self._queue_s = event.started.queue_s  # type: ignore[union-attr]
+            self._queue_s = event.started.queue_s
         elif kind == "first_tokens":
             self._prefilled()
         elif kind == "done":

@@ -21,10 +21,9 @@ SAMPLE_POOLS_S = 1.0
 
 class Ledgers:
     def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
         self.recent = Recent(settings.ledger_recent)
         self.window = Window()
-        self._collector = Collector(self.window)
+        self._collector = Collector(self.window, metrics.fold)
         self._sampled_at = 0.0
         self._tracing = _tracing(settings.otlp_endpoint)
         path = settings.ledger_log
@@ -35,8 +34,7 @@ class Ledgers:
         if not ledger.trails:
             return
         self.recent.add(ledger)
-        if self._collector.add(ledger, time.time()):
-            self._metrics.fold(ledger)
+        self._collector.add(ledger, time.time())
         if self._tracing is not None:
             self._tracing.export(ledger)
         if self._log is not None:

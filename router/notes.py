@@ -4,34 +4,40 @@ A worker that reports no times (an older one) leaves a gap in the timeline, noth
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from baton.cluster.ledger import CallTrail, Trail
 from baton.v1 import decode_pb2, prefill_pb2
 
 
-@contextmanager
-def timed(trail: Trail, name: str) -> Iterator[None]:
+class timed:
     """A span of the router's own, however it ends."""
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        trail.span(name, start, time.monotonic())
+
+    __slots__ = ("_name", "_start", "_trail")
+
+    def __init__(self, trail: Trail, name: str) -> None:
+        self._trail = trail
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._trail.span(self._name, self._start, time.monotonic())
 
 
-def note(event: Any, trail: CallTrail, heard_at: float) -> None:
-    """`event` is a PrefillEvent or a GenerateEvent."""
-    kind = event.WhichOneof("event")
-    if kind == "tokens":  # the common one, so it comes first
-        _tokens(event.tokens, trail, heard_at)
-    elif kind in _NOTES:
+def note(kind: str | None, event: Any, raw: bytes, trail: CallTrail, heard_at: float) -> None:
+    """`event` is a PrefillEvent or a GenerateEvent, `raw` what it was parsed from."""
+    if kind == "tokens":  # the common one: hardly anybody will ask for its step
+        trail.keep(raw, heard_at)
+    elif kind is not None and kind in _NOTES:
         _NOTES[kind](getattr(event, kind), trail, heard_at)
 
 
-def _tokens(tokens: decode_pb2.Tokens, trail: CallTrail, heard_at: float) -> None:
+def read_tokens(raw: bytes, trail: CallTrail, heard_at: float) -> None:
+    """Of a GenerateEvent that was kept."""
+    tokens = decode_pb2.GenerateEvent.FromString(raw).tokens
     if not tokens.HasField("step"):
         return
     step = tokens.step

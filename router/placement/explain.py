@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from router.placement.cost import Plan
@@ -13,7 +14,10 @@ from router.targets import Targets
 
 SHOWN = 8
 _TIMES = ("waited", "admit", "queue", "prefill", "transfer", "ttft", "tpot", "harm", "total")
+_times_of = attrgetter(*(f"{name}_s" for name in _TIMES))
+_MILLIS = [f"{name}_ms" for name in _TIMES]
 _COUNTS = ("cached_tokens", "uncached_tokens", "transfer_bytes", "others", "free_blocks")
+_counts_of = attrgetter(*_COUNTS)
 
 
 def alternatives(
@@ -50,14 +54,14 @@ def foreseen(chosen: Plan | None, others: Sequence[Plan]) -> dict[str, Any] | No
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    times = {f"{name}_ms": _millis(getattr(plan.cost, f"{name}_s")) for name in _TIMES}
+    times = map(_millis, _times_of(plan.cost))
     return {
         "prefill": plan.prefill and plan.prefill.worker_id,
         "decode": plan.decode and plan.decode.worker_id,
         "meets_targets": plan.miss == 0,
         "miss": round(plan.miss, 4),
-        **times,
-        **{name: getattr(plan.cost, name) for name in _COUNTS},
+        **dict(zip(_MILLIS, times, strict=True)),
+        **dict(zip(_COUNTS, _counts_of(plan.cost), strict=True)),
     }
 
 

@@ -142,8 +142,8 @@ def test_a_worker_that_reports_no_times_leaves_a_gap_only() -> None:
     assert durations(ledger) == pytest.approx({"rpc": 0.9, "flush": 0.1})
 
 
-def recent_of(capacity: int, *ids: str, max_steps: int = 10**6) -> Recent:
-    recent = Recent(capacity, max_steps)
+def recent_of(capacity: int, *ids: str, max_bytes: int = 10**6) -> Recent:
+    recent = Recent(capacity, max_bytes)
     for name in ids:
         ledger = Ledger(name, "chat", 0.0, 0.0, answer_id=f"answer-{name}")
         ledger.trail().delivered(1, 0, 0, 0, 0)
@@ -159,9 +159,9 @@ def test_recent_requests_are_bounded_and_found_by_either_id() -> None:
     assert found is not None and found.request_id == "b"
 
 
-def test_recent_requests_are_bounded_in_tokens_but_keep_the_last_one() -> None:
-    assert len(recent_of(10, "a", "b", "c", max_steps=2)) == 2
-    assert len(recent_of(10, "a", max_steps=0)) == 1
+def test_recent_requests_are_bounded_in_bytes_but_keep_the_last_one() -> None:
+    assert len(recent_of(10, "a", "b", "c", max_bytes=64)) == 2
+    assert len(recent_of(10, "a", max_bytes=0)) == 1
 
 
 def test_an_id_used_twice_names_the_newest_even_after_the_older_one_is_gone() -> None:

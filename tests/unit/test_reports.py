@@ -1,5 +1,6 @@
 """Reports merge, stay bounded, and count what happened."""
 
+import itertools
 import json
 import random
 import tracemalloc
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.cluster.ledger import Ledger
 from baton.cluster.reports import Collector, Filters, Group, Key, Sketch, Window, build_report
+from baton.cluster.reports.collector import SAVED_S
 from baton.cluster.reports.window import OTHER, Slot, merged
 from tests.unit.test_ledger import served
 from tests.unit.test_ledger_causes import request
@@ -65,9 +67,9 @@ def test_a_group_of_few_requests_takes_little_memory() -> None:
     assert group.sketches["phase.0"].count == 5 and size < 50_000
 
 
-def collect(*ledgers: Ledger, now: float = 1000.0, per_s: float = 100.0) -> Window:
+def collect(*ledgers: Ledger, now: float = 1000.0) -> Window:
     window = Window()
-    collector = Collector(window, per_s)
+    collector = Collector(window)
     for ledger in ledgers:
         collector.add(ledger, now)
     return window
@@ -110,9 +112,15 @@ def test_filters_choose_by_tenant_and_worker() -> None:
     assert report(window, model="none")["requests"] == 0
 
 
-def test_phases_are_folded_up_to_a_rate_and_figures_always() -> None:
-    found = report(collect(*(request() for _ in range(30)), per_s=5.0))
-    assert found["requests"] == 30 and found["with_phases"] == 5
+def test_phases_are_folded_within_a_share_of_the_time_and_figures_always() -> None:
+    window, clock = Window(), itertools.count()
+    # Each takes 1 s by this clock: 5 s are saved up, and 100 s later 5 s again, no more.
+    collector = Collector(window, share=5 / SAVED_S, clock=lambda: float(next(clock)))
+    for at in (1000.0, 1100.0):
+        for _ in range(30):
+            collector.add(request(), at)
+    found = build_report(window.slots, Filters(), 1110)
+    assert found["requests"] == 60 and found["with_phases"] == 10
 
 
 def test_windows_of_two_routers_merge_to_one_report() -> None:
@@ -137,7 +145,7 @@ def test_slots_survive_json() -> None:
 def test_old_slots_go_and_many_groups_make_the_past_coarser() -> None:
     window = Window(slot_s=10, span_s=100, max_groups=4)
     for at in range(0, 300, 10):
-        window.group(Key("m", "t", "p", "d"), float(at)).count("requests")
+        window.group(Key("m", "t", "p", "d"), float(at)).counters["requests"] += 1
     assert window.num_groups <= 5 and all(slot.end > 190 for slot in window.slots)
     total = sum(group.counters["requests"] for s in window.slots for group in s.groups.values())
     assert total >= 10
@@ -146,7 +154,7 @@ def test_old_slots_go_and_many_groups_make_the_past_coarser() -> None:
 def test_groups_beyond_the_bound_are_counted_as_other() -> None:
     window = Window(max_groups=3)
     for number in range(10):
-        window.group(Key("m", f"t{number}", "p", "d"), 5.0).count("requests")
+        window.group(Key("m", f"t{number}", "p", "d"), 5.0).counters["requests"] += 1
     (slot,) = window.slots
     assert len(slot.groups) == 4 and slot.groups[OTHER].counters["requests"] == 7
 
@@ -156,7 +164,7 @@ def test_pools_are_averaged_and_their_peak_kept() -> None:
     for share in (0.2, 0.6):
         window.sample_pools({"d": share}, 100.0)
     window.group(Key("m", "", "p", "d"), 100.0).merge(Group())
-    window.slots[0].groups[Key("m", "", "p", "d")].count("requests")
+    window.slots[0].groups[Key("m", "", "p", "d")].counters["requests"] += 1
     (row,) = [
         row for row in build_report(window.slots, Filters(), 110)["workers"] if row["worker"] == "d"
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from baton.cluster.ledger.miss import Miss
 from baton.cluster.ledger.tiling import Phase, tile
 from baton.cluster.ledger.timeline import spans_of
-from baton.cluster.ledger.trail import DELIVERY_FIELDS, STEP_FIELDS, CallTrail, Trail
+from baton.cluster.ledger.trail import CallTrail, Trail
 
 
 @dataclass
@@ -66,8 +66,10 @@ class Ledger:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the first attempt found in a prefix cache."""
-        firsts = ([call for call in t.calls if call.attempt == 1] for t in self.trails)
-        return sum(max((call.num_cached for call in calls), default=0) for calls in firsts)
+        found = 0
+        for trail in self.trails:
+            found += max([c.num_cached for c in trail.calls if c.attempt == 1], default=0)
+        return found
 
     @property
     def known_share(self) -> float:
@@ -77,10 +79,10 @@ class Ledger:
         return min(max(known / computed, 0.0), 1.0) if computed > 0 else 0.0
 
     @property
-    def num_steps(self) -> int:
-        """Engine steps and deliveries kept, the measure of its size."""
-        calls = sum(len(call.steps) // STEP_FIELDS for call in self.calls)
-        return calls + sum(len(trail.deliveries) // DELIVERY_FIELDS for trail in self.trails)
+    def num_bytes(self) -> int:
+        """What grows with its tokens, in memory."""
+        calls = sum(call.num_bytes for call in self.calls)
+        return calls + sum(8 * len(trail.deliveries) for trail in self.trails)
 
     @property
     def calls(self) -> list[CallTrail]:

@@ -5,18 +5,17 @@ from collections.abc import Iterator
 
 from baton.cluster.ledger.ledger import Ledger
 
-# At 72 bytes a token this is about 20 MB.
-MAX_STEPS = 500_000
+MAX_BYTES = 20_000_000
 
 
 class Recent:
     """Keeps `capacity` ledgers, fewer when they are long; the oldest goes first."""
 
-    def __init__(self, capacity: int, max_steps: int = MAX_STEPS) -> None:
+    def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
         self._capacity = capacity
-        self._max_steps = max_steps
-        self._steps = 0
-        self._kept: OrderedDict[int, Ledger] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[int, tuple[Ledger, int]] = OrderedDict()
         self._by_id: dict[str, int] = {}
         self._next = 0
 
@@ -25,27 +24,28 @@ class Recent:
 
     def __iter__(self) -> Iterator[Ledger]:
         """Newest first."""
-        return reversed(self._kept.values())
+        return (ledger for ledger, _ in reversed(self._kept.values()))
 
     def add(self, ledger: Ledger) -> None:
         number, self._next = self._next, self._next + 1
-        self._kept[number] = ledger
-        self._steps += ledger.num_steps
+        size = ledger.num_bytes
+        self._kept[number] = ledger, size
+        self._bytes += size
         for name in _names(ledger):
             self._by_id[name] = number
         while len(self._kept) > 1 and (
-            len(self._kept) > self._capacity or self._steps > self._max_steps
+            len(self._kept) > self._capacity or self._bytes > self._max_bytes
         ):
             self._drop_oldest()
 
     def find(self, name: str) -> Ledger | None:
         """By request id or answer id; the newest when a client used an id twice."""
         number = self._by_id.get(name)
-        return None if number is None else self._kept[number]
+        return None if number is None else self._kept[number][0]
 
     def _drop_oldest(self) -> None:
-        number, ledger = self._kept.popitem(last=False)
-        self._steps -= ledger.num_steps
+        number, (ledger, size) = self._kept.popitem(last=False)
+        self._bytes -= size
         for name in _names(ledger):
             if self._by_id.get(name) == number:
                 del self._by_id[name]

@@ -1,15 +1,20 @@
 """Folds ended requests into a window: every one's figures, and the phases of as many as is cheap.
 
-Making a timeline costs some hundred microseconds, so at most `phases_per_s` requests a second
-get theirs folded; below that rate all do. Times are passed in.
+Making a timeline costs time that grows with the tokens of its request, so folding may take `share`
+of one core and is skipped while it has taken more; at low rates all are folded.
 """
+
+import time
+from collections.abc import Callable
 
 from baton.cluster.ledger import Ledger
 from baton.cluster.ledger.causes import misses
-from baton.cluster.reports.group import key_of
+from baton.cluster.reports.group import Group, key_of
 from baton.cluster.reports.window import Window
 
-PHASES_PER_S = 5.0
+SHARE = 0.003
+# What is saved up while nothing is to be folded, in seconds.
+SAVED_S = 10.0
 MAX_WORKERS = 1000
 
 
@@ -37,34 +42,41 @@ class Baselines:
 
 
 class Collector:
-    def __init__(self, window: Window, phases_per_s: float = PHASES_PER_S) -> None:
+    def __init__(
+        self,
+        window: Window,
+        also: Callable[[Ledger], None] = lambda ledger: None,
+        share: float = SHARE,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`also` is called with each ledger that is folded; `clock` says what that took, in s."""
         self.window = window
+        self._also = also
+        self._share = share
+        self._clock = clock
         self._baselines = Baselines()
-        self._rate = phases_per_s
-        self._tokens = phases_per_s
+        self._left_s = share * SAVED_S
         self._filled_at = 0.0
 
-    def add(self, ledger: Ledger, now: float) -> bool:
-        """Whether its phases were folded too; `now` in Unix seconds."""
+    def add(self, ledger: Ledger, now: float) -> None:
+        """`now` in Unix seconds."""
         group = self.window.group(key_of(ledger), now)
         group.add(ledger)
-        if not self._may_fold(now):
-            return False
+        earned = max(now - self._filled_at, 0.0) * self._share
+        self._left_s = min(self._left_s + earned, self._share * SAVED_S)
+        self._filled_at = now
+        if self._left_s > 0:
+            began = self._clock()
+            self._fold(ledger, group)
+            self._left_s -= self._clock() - began
+
+    def _fold(self, ledger: Ledger, group: Group) -> None:
         self._baselines.note(ledger)
         self.explain(ledger)
         group.add_phases(ledger, ledger.misses or ())
-        return True
+        self._also(ledger)
 
     def explain(self, ledger: Ledger) -> None:
         """Sets `ledger.misses` if nobody has."""
         if ledger.misses is None:
             ledger.misses = misses(ledger, self._baselines.alone_step_s)
-
-    def _may_fold(self, now: float) -> bool:
-        passed = max(now - self._filled_at, 0.0)
-        self._tokens = min(self._rate, self._tokens + passed * self._rate)
-        self._filled_at = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True

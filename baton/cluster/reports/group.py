@@ -22,13 +22,8 @@ class Key(NamedTuple):
 
 def key_of(ledger: Ledger) -> Key:
     """By the workers of its last attempt."""
-    prefill, decode = ledger.workers("prefill"), ledger.workers("decode")
-    return Key(
-        ledger.model,
-        ledger.tenant,
-        prefill[-1] if prefill else "",
-        decode[-1] if decode else "",
-    )
+    last = {call.role: call.where for trail in ledger.trails for call in trail.calls}
+    return Key(ledger.model, ledger.tenant, last.get("prefill", ""), last.get("decode", ""))
 
 
 @dataclass
@@ -44,45 +39,43 @@ class Group:
             sketch = self.sketches[name] = Sketch()
         sketch.add(value)
 
-    def count(self, name: str, by: float = 1) -> None:
-        self.counters[name] += by
-
     def add(self, ledger: Ledger) -> None:
         """The figures of one request, cheaply; its phases are `add_phases`' part."""
-        self.count("requests")
+        counters = self.counters
+        counters["requests"] += 1
         if ledger.status == LEFT:
-            self.count("left")
+            counters["left"] += 1
         elif ledger.status != OK:
-            self.count("failed")
-        self.count("prompt_tokens", ledger.num_prompt_tokens)
-        self.count("cached_tokens", ledger.num_cached_tokens)
-        self.count("output_tokens", ledger.num_output_tokens)
-        self.count("retried", ledger.attempts > 1)
+            counters["failed"] += 1
+        counters["prompt_tokens"] += ledger.num_prompt_tokens
+        counters["cached_tokens"] += ledger.num_cached_tokens
+        counters["output_tokens"] += ledger.num_output_tokens
+        counters["retried"] += ledger.attempts > 1
         if ledger.placement is not None:
-            self.count("predicted")
-            for name in ("ttft", "tpot"):
-                self.count(f"predicted_{name}_ms", ledger.placement["chosen"][f"{name}_ms"] or 0.0)
+            chosen = ledger.placement["chosen"]
+            counters["predicted"] += 1
+            counters["predicted_ttft_ms"] += chosen["ttft_ms"] or 0.0
+            counters["predicted_tpot_ms"] += chosen["tpot_ms"] or 0.0
         self._latencies(ledger)
 
     def _latencies(self, ledger: Ledger) -> None:
         good = ledger.status == OK
-        limits = {
-            "ttft": (ledger.ttft_s, ledger.ttft_target_s),
-            "tpot": (ledger.tpot_s, ledger.tpot_target_s),
-        }
-        for name, (seen, target) in limits.items():
+        for name, seen, target in (
+            ("ttft", ledger.ttft_s, ledger.ttft_target_s),
+            ("tpot", ledger.tpot_s, ledger.tpot_target_s),
+        ):
             if seen is not None:
                 self.observe(name, seen)
                 if target is not None:
-                    self.count(f"{name}_{'kept' if seen <= target else 'missed'}")
+                    self.counters[f"{name}_{'kept' if seen <= target else 'missed'}"] += 1
                     good = good and seen <= target
         if ledger.status == OK:
             self.observe("e2e", ledger.ended - ledger.started)
-        self.count("good", good)
+        self.counters["good"] += good
 
     def add_phases(self, ledger: Ledger, missed: Iterable[Miss]) -> None:
         """Seconds of each phase that counted, steps by batch size, transfer, causes of misses."""
-        self.count("with_phases")
+        self.counters["with_phases"] += 1
         first_at = ledger.started + (ledger.ttft_s or 0.0)
         sums: dict[str, float] = defaultdict(float)
         for phase in ledger.phases:
@@ -97,7 +90,7 @@ class Group:
         self._steps(ledger)
         self._transfers(ledger)
         for miss in missed:
-            self.count(f"miss.{miss.target}.{miss.cause}")
+            self.counters[f"miss.{miss.target}.{miss.cause}"] += 1
 
     def _steps(self, ledger: Ledger) -> None:
         by_batch: dict[int, list[float]] = defaultdict(list)
@@ -118,7 +111,7 @@ class Group:
             sent = sum(noted.detail.get("bytes", 0) for noted in spans)
             took = sum(noted.end - noted.start for noted in spans)
             if sent and took > 0:
-                self.count("transfer_bytes", sent)
+                self.counters["transfer_bytes"] += sent
                 self.observe("transfer_rate", sent / took)
 
     def merge(self, other: "Group") -> None:
