@@ -19,6 +19,7 @@ from router.access import KeyRing
 from router.admission import Admission
 from router.conductor import Conductor
 from router.dialer import Dialer
+from router.everywhere import Everywhere
 from router.ledgers import Ledgers
 from router.metrics import RouterMetrics
 from router.openai.errors import unavailable
@@ -75,6 +76,7 @@ class Gateway:
         self.keys = KeyRing(settings.api_keys, settings.api_keys_file, self.shared.limits)
         self.metrics = RouterMetrics(self.admission, self.planner)
         self.ledgers = Ledgers(settings, self.metrics)
+        self.everywhere = Everywhere(self.ledgers, self.shared.ledger.router_id, self.shared.bus)
         self.default_targets = DefaultTargets(settings)
         self.model: TextModel | None = None
         self.created = int(time.time())

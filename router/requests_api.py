@@ -1,6 +1,5 @@
 """`GET /v1/requests`: the requests that ended lately, and where the time of each went."""
 
-from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
@@ -22,17 +21,21 @@ def requests_api(gateway: Gateway) -> APIRouter:
         caller: Asking, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50
     ) -> Response:
         """Newest first, without their phases; of one's own tenant, or for an admin of all."""
-        seen = (ledger for ledger in gateway.ledgers.recent if caller.sees(ledger.tenant))
-        ledgers = islice(seen, limit)
-        return json_response({"object": "list", "data": [ledger.summary() for ledger in ledgers]})
+        tenant = None if caller.admin else caller.tenant("")
+        rows, missing = await gateway.everywhere.recent(limit, tenant)
+        return json_response({"object": "list", "data": rows, "missing": missing})
 
     @api.get("/{name}")
     async def one(caller: Asking, name: str) -> Response:
         """By the request's id (`x-request-id`) or the id of its answer."""
-        found = gateway.ledgers.find(name)
+        found, missing = await gateway.everywhere.find(name)
         if found is None or not caller.sees(found["tenant"]):
+            unasked = f" Not asked: {'; '.join(missing)}." if missing else ""
             raise ApiError(
-                f"No recent request has the id {name[:200]!r}.", 404, param="id", code="not_found"
+                f"No recent request has the id {name[:200]!r}.{unasked}",
+                404,
+                param="id",
+                code="not_found",
             )
         return json_response(found)
 

@@ -120,6 +120,14 @@ class LoadLedger:
         if load == NOTHING:
             del self._own[key]
 
+    async def other_routers(self) -> list[str]:
+        """Ids of those that shared their load within the lease. Raises RegistryUnavailable."""
+        if self._link is None:
+            return []
+        client = self._link.client
+        found = await self._link.call(lambda: client.smembers(self._routers), LEASE_S / 6)
+        return sorted({member.decode() for member in found} - {self.router_id})
+
     # --- sharing ----------------------------------------------------------------------------
 
     async def confirm(self, keys: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ are those of redis-py. Nothing here retries: whoever calls decides.
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ from redis.exceptions import ClusterError, RedisError, ResponseError
 from baton.cluster.errors import RegistryRefused, RegistryUnavailable
 
 CALL_TIMEOUT_S = 0.5
+LISTEN_S = 5.0
 SCHEMES = (
     *(f"redis{tls}{kind}://" for kind in ("", "+sentinel", "+cluster") for tls in ("", "s")),
     "unix://",
@@ -85,6 +86,24 @@ async def answer(call: Awaitable[T] | Any, timeout_s: float = CALL_TIMEOUT_S) ->
         # The client waits with asyncio.wait_for, which loses a cancellation that meets a result.
         if task and task.cancelling() > cancels:
             raise asyncio.CancelledError
+
+
+async def messages(client: Client, *channels: str) -> AsyncGenerator[tuple[str, bytes], None]:
+    """(channel, data) of every message, after one ("", b"") once subscribed, until Redis goes
+    away: then RegistryUnavailable."""
+    pubsub = client.pubsub(ignore_subscribe_messages=True)
+    try:
+        await answer(pubsub.subscribe(*channels))
+        yield "", b""
+        while True:
+            # None after the wait; the next one also sends the connection's health check.
+            message: Any = await answer(
+                pubsub.get_message(timeout=LISTEN_S), LISTEN_S + CALL_TIMEOUT_S
+            )
+            if message is not None:
+                yield message["channel"].decode(), message["data"]
+    finally:
+        await pubsub.aclose()
 
 
 def _sentinel(url: str, options: dict[str, Any]) -> Client:

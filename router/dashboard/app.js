@@ -227,8 +227,9 @@ async function refresh() {
     drawCharts(report);
     drawWorkers(workers.workers, report);
     drawRequests(requests.data);
-    $("state").className = "";
-    $("state").textContent = paused ? "paused" : "live";
+    const missing = [...new Set([...report.missing, ...requests.missing])];
+    $("state").className = missing.length ? "bad" : "";
+    $("state").textContent = missing.length ? `incomplete: ${missing.join("; ")}` : paused ? "paused" : "live";
   } catch (error) {
     $("state").className = "bad";
     $("state").textContent = `no answer from the router (${error.message})`;

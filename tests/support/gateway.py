@@ -16,6 +16,7 @@ from baton.cluster.settings import RouterSettings
 from router.app import create_app
 from router.gateway import Gateway
 from router.serving import server_config
+from router.shared import Shared
 from router.text import TextModel
 from tests.support.stub_workers import Script, StubCluster
 
@@ -78,6 +79,7 @@ async def running_gateway(
     eos: int | None = None,
     prefills: int = 1,
     decodes: int = 1,
+    redis_url: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     cluster = StubCluster(script, eos)
@@ -87,7 +89,7 @@ async def running_gateway(
         await cluster.add_decode()
     load = model if callable(model) else lambda: model
     config = RouterSettings.build(**{"model": "bytes", "decode_prefills": "never", **settings})
-    gateway = Gateway(config, cluster.directory, load)  # type: ignore[arg-type]
+    gateway = Gateway(config, cluster.directory, load, Shared(redis_url))  # type: ignore[arg-type]
     loaded = asyncio.Event()
     app = create_app(gateway, lambda failure: loaded.set())
     with socket.socket() as listener:

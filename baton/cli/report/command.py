@@ -52,6 +52,8 @@ def report(
     if not outputs.any:
         for table in tables(found):
             Console().print(table, "")
+        for sentence in found.get("missing", ()):
+            Console().print(f"Missing here: {sentence}", markup=False)
 
 
 def compare_two(names: Sequence[str], question: sources.Question, json_path: Path | None) -> None:

@@ -34,7 +34,8 @@ th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(
 def page(report: Mapping[str, Any]) -> str:
     start, end = (_time(report[name]) for name in ("from", "to"))
     chosen = [f"{name} {value}" for name, value in report["filters"].items() if value]
-    about = ", ".join([f"{start} to {end} UTC", *chosen])
+    missing = [f"missing: {sentence}" for sentence in report.get("missing", ())]
+    about = ", ".join([f"{start} to {end} UTC", *chosen, *missing])
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

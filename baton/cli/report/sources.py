@@ -37,10 +37,13 @@ def from_routers(urls: Sequence[str], question: Question) -> dict[str, Any]:
     answers = [
         get(url, "/v1/reports", {"raw": "true", "window": question.window_s}) for url in urls
     ]
-    slots = [Slot.from_json(raw) for answer in answers for raw in answer["slots"]]
+    # Routers of one cluster answer for each other: each counts once.
+    routers = {router["id"]: router["slots"] for answer in answers for router in answer["routers"]}
+    slots = [Slot.from_json(raw) for slots in routers.values() for raw in slots]
     now = max(answer["now"] for answer in answers)
     report = build_report(merged(slots), question.filters, now)
-    return {**report, "sources": list(urls)}
+    missing = sorted({sentence for answer in answers for sentence in answer["missing"]})
+    return {**report, "routers": len(routers), "missing": missing, "sources": list(urls)}
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -8,12 +8,12 @@ same worker never overwrites a newer one. Knows nothing of schedules; see Announ
 import logging
 import secrets
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 
-from baton.cluster.redis_client import CALL_TIMEOUT_S, answer, close, connect
+from baton.cluster.redis_client import answer, close, connect, messages
 from baton.cluster.workers import WorkerRecord
 
-LISTEN_S = 5.0
 _log = logging.getLogger(__name__)
 
 # KEYS: record, index. ARGV: json, ttl ms, worker id, channel, incarnation, draining ("1"/"0").
@@ -129,19 +129,9 @@ class Registry:
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yields once when subscribed and then on every change, until Redis goes away."""
-        pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
-        try:
-            await answer(pubsub.subscribe(self._channel))
-            yield
-            while True:
-                # None after the wait; the next one also sends the connection's health check.
-                message: object = await answer(
-                    pubsub.get_message(timeout=LISTEN_S), LISTEN_S + CALL_TIMEOUT_S
-                )
-                if message is not None:
-                    yield
-        finally:
-            await pubsub.aclose()
+        async with aclosing(messages(self._redis, self._channel)) as heard:
+            async for _ in heard:
+                yield
 
     async def close(self) -> None:
         await close(self._redis)
