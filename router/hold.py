@@ -45,7 +45,7 @@ class Hold:
         if kind == "tokens":
             if self._prefill:
                 self._prefilled()
-            self._count(event.tokens.step)  # type: ignore[union-attr]
+            self._count(event.tokens.step)
         elif kind == "started":
             self._queue_s = event.started.queue_s
         elif kind == "first_tokens":

@@ -168,7 +168,7 @@ class RouterSettings(CommonSettings):
         pattern=r"^https?://\S+$",
     )
     ledger_log: Path | None = option(
-        None, "file for the ledger of every request, as JSON lines", "a path"
+        None, "file for the ledger of every request: JSON lines, or FILE.parquet", "a path"
     )
     ledger_log_bytes: Size = option(
         64 << 20, "size at which the ledger log starts over; one old file is kept", _SIZE

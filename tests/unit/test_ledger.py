@@ -1,14 +1,17 @@
 """What is noted while a request runs becomes named phases and figures."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import orjson
+import pyarrow.parquet as pq
 import pytest
 
 from baton.cluster.errors import SettingsError
 from baton.cluster.ledger import CallTrail, Ledger, Recent
 from baton.cluster.ledger.log import LedgerLog
+from baton.cluster.ledger.parquet import ROWS
 
 SKEW = 5000.0
 
@@ -182,6 +185,31 @@ def test_the_log_holds_whole_lines_and_is_bounded(tmp_path: Path) -> None:
     assert all(file.stat().st_size <= 3 * line for file in files)
     rows = [orjson.loads(row) for row in path.read_bytes().splitlines()]
     assert rows and rows[0]["id"] == "req-1" and rows[0]["timing"]["phases"]
+
+
+def test_a_parquet_log_is_bounded_and_holds_rows_with_their_phases(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.parquet"
+    log = LedgerLog(path, max_bytes=1000)
+    for _ in range(3 * ROWS + 3):
+        log.write(served())
+    with pytest.raises(SettingsError, match="cannot be written"):
+        LedgerLog(path, max_bytes=1000)
+    log.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"{path.name}.1"]
+    rows = pq.read_table(path).to_pylist()
+    assert rows[-1]["id"] == "req-1" and len(rows) == 3
+    assert [phase["name"] for phase in rows[0]["phases"]][:2] == ["receive", "admission"]
+    assert rows[0]["transfer"]["bytes"] == 1000
+    assert pq.read_table(f"{path}.1").num_rows == ROWS
+
+
+def test_a_parquet_log_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "baton.cluster.ledger.parquet", raising=False)
+    with pytest.raises(SettingsError, match="extra 'parquet'"):
+        LedgerLog(tmp_path / "ledger.parquet", max_bytes=1000)
 
 
 def test_a_log_that_cannot_be_written_is_said_before_serving(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Ledgers as JSON lines in a file that rotates once: at most twice `max_bytes` on disk.
+"""Ledgers in a file of bounded size: JSON lines, or Parquet where its name ends in `.parquet`.
 
-Lines are made and written on a thread of the standard library's logging, behind a bounded
-queue; when the disk is slower than the requests, lines are dropped and counted, and nobody waits.
+JSON lines rotate once: at most twice `max_bytes` on disk. Lines and rows are made and written on a
+thread of the standard library's logging, behind a bounded queue; when the disk is slower than the
+requests, they are dropped and counted, and nobody waits.
 """
 
 import logging
@@ -23,15 +24,24 @@ class _Line(logging.Formatter):
         return orjson.dumps(ledger.as_json()).decode()
 
 
+def _file(path: Path, max_bytes: int) -> logging.Handler:
+    if path.suffix == ".parquet":
+        from baton.cluster.ledger.parquet import ParquetFile  # an extra: not everybody has it
+
+        return ParquetFile(path, max_bytes)
+    lines = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+    lines.setFormatter(_Line())
+    return lines
+
+
 class LedgerLog:
     def __init__(self, path: Path, max_bytes: int) -> None:
         try:
-            file = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+            file = _file(path, max_bytes)
         except OSError as error:
             raise SettingsError(
                 f"--ledger-log {path} cannot be written: {error.strerror}."
             ) from error
-        file.setFormatter(_Line())
         self.dropped = 0
         self._queue: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_LINES)
         self._file = file
