@@ -41,7 +41,8 @@ start_engine() {
   rm -f /var/run/docker.pid /var/run/docker/containerd/containerd.pid
   setsid dockerd < /dev/null > "$STATE/log" 2>&1 &
   echo $! > "$STATE/pid"
-  timeout 60 sh -c 'until docker info; do sleep 0.2; done' && return
+  timeout 60 sh -c "until docker info; do kill -0 $! || exit 1; sleep 0.2; done" && return
+  say "dockerd does not start; the end of its log:"
   tail -20 "$STATE/log" >&2
   return 1
 }

@@ -26,7 +26,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("BATON_HOME", str(home))
         patch.setenv("BATON_SELF_PROFILE", "false")
-        patch.setenv("BATON_QUEUE_TIMEOUT_S", "240")  # a busy machine decides no test
+        # A busy machine decides no test; what is killed here is noticed at once all the same.
+        patch.setenv("BATON_QUEUE_TIMEOUT_S", "240")
+        patch.setenv("BATON_PEER_TIMEOUT_S", "15")
         # With Ray's own, 15, they starve beside anything else.
         patch.setenv("RAY_worker_niceness", "0")
         # A job's entrypoint is a shell command.

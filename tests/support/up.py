@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 READY = re.compile(r"Baton is ready at (http://\S+)")
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
 
