@@ -18,7 +18,7 @@ from decode_service.incoming import IncomingHandoff
 from router.text.tokenizer import Tokenizer
 from tests.support import cluster as support
 from tests.support.answers import Answer
-from tests.support.cluster import COMPLETIONS, ORDINARY, Cluster, running_cluster
+from tests.support.cluster import COMPLETIONS, ORDINARY, Cluster, running_cluster, running_router
 
 BLOCK = 16
 
@@ -139,7 +139,7 @@ async def test_hand_offs_of_two_routers_with_the_same_request_id_find_their_own_
     async with running_cluster(tiny_chat, 2, 2) as first:
         await first.learn_the_usual()
         second = dataclasses.replace(first)
-        async with support._routing(second, {}):
+        async with running_router(first) as second.router:
             await second.wait_for_workers()
             fail_every_other_first_commit(monkeypatch)
             answers = await asyncio.gather(

@@ -206,15 +206,13 @@ async def test_chunks_arrive_while_tokens_are_made(gateway: RunningGateway) -> N
     """vllm-project/production-stack#777"""
     gateway.cluster.decodes[0].behaviour.step_s = 0.02
     body = {"messages": USER_HI, "max_tokens": 50, "stream": True}
-    start = time.monotonic()
     arrivals = []
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         async for line in response.aiter_lines():
             if line:
-                arrivals.append(time.monotonic() - start)
-    total = time.monotonic() - start
-    assert arrivals[0] < 0.2 * total
-    assert arrivals[-1] - arrivals[0] > 0.8 * total
+                arrivals.append(time.monotonic())
+    made_in_s = 50 * 0.02
+    assert arrivals[-1] - arrivals[0] > 0.8 * made_in_s
 
 
 async def test_the_first_token_does_not_wait_for_the_hand_off(gateway: RunningGateway) -> None:

@@ -191,3 +191,30 @@ def test_workers_share_the_cores(tmp_path: Path) -> None:
         prefill = set(cluster.child("baton prefill").cpu_affinity())
         decode = set(cluster.child("baton decode").cpu_affinity())
         assert prefill.isdisjoint(decode) and prefill | decode == set(cores)
+
+
+def test_two_routers_serve_real_workers_as_one_and_either_may_die(tmp_path: Path) -> None:
+    """They share the port: no client knows which of them it talks to."""
+    with started(tmp_path, "--routers=2", "--prefill=2", "--decode=2") as cluster:
+        cluster.wait_ready()
+        cluster.wait(lambda: cluster.log.count("ready role=") == 6)
+        expected = cluster.ask().json()["choices"]
+        cluster.child("-m router ").kill()
+        for _ in range(6):  # each on a connection of its own
+            assert cluster.ask().json()["choices"] == expected
+        cluster.wait(lambda: cluster.log.count("ready role=router") == 3)
+        assert {cluster.ask().status_code for _ in range(6)} == {200}
+
+
+def test_a_worker_process_changes_its_role_and_stays_the_same_process(tmp_path: Path) -> None:
+    with started(tmp_path, "--decode=2") as cluster:
+        cluster.wait_ready()
+        cluster.wait(lambda: cluster.log.count("ready role=decode") == 2)
+        expected, family = cluster.ask().json()["choices"], cluster.family()
+        command = [sys.executable, "-m", "baton", "role", "decode-1", "prefill"]
+        subprocess.run([*command, "--url", cluster.url], check=True, timeout=120)
+        assert "ready role=prefill id=decode-1" in cluster.log
+        assert {child.pid for child in cluster.family()} == {child.pid for child in family}
+        drained = [sys.executable, "-m", "baton", "drain", "prefill-0", "--url", cluster.url]
+        subprocess.run(drained, check=True, timeout=120)
+        assert cluster.ask().json()["choices"] == expected, "by the only prefill worker left"

@@ -81,6 +81,15 @@ class ClusterWorker:
         await self.task
 
 
+@dataclass(frozen=True)
+class Router:
+    """One router of the cluster, and a client of it."""
+
+    gateway: Gateway
+    client: httpx.AsyncClient
+    port: int
+
+
 @dataclass
 class Cluster:
     """Talk to it with `client`; `settle` waits for, and checks, the state of rest."""
@@ -88,14 +97,24 @@ class Cluster:
     model: StoredModel
     redis_url: str
     worker_values: dict[str, Any]
-    port: int = 0
     usual: str = ""
     prefills: list[ClusterWorker] = field(default_factory=list)
     decodes: list[ClusterWorker] = field(default_factory=list)
 
     redis: EmbeddedRedis = field(init=False)
-    gateway: Gateway = field(init=False)
-    client: httpx.AsyncClient = field(init=False)
+    router: Router = field(init=False)
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.router.gateway
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        return self.router.client
+
+    @property
+    def port(self) -> int:
+        return self.router.port
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -248,7 +267,7 @@ async def running_cluster(
     cluster.redis = redis
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(redis.stop)
-        await stack.enter_async_context(_routing(cluster, router or {}))
+        cluster.router = await stack.enter_async_context(running_router(cluster, **(router or {})))
         again = mock.patch("baton.cli.worker_process.boot", cluster.boot_again)
         stack.enter_context(again)
         stack.push_async_callback(_stop_workers, cluster)
@@ -265,8 +284,8 @@ async def _stop_workers(cluster: Cluster) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[None]:
-    """Router and client. The client keeps no connection: each request is a new client."""
+async def running_router(cluster: Cluster, **values: Any) -> AsyncIterator[Router]:
+    """`values` are router settings. The client keeps no connection: each request is a new one."""
     stored = cluster.model
     settings = RouterSettings.build(
         **{
@@ -277,7 +296,7 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
         | values
     )
     registry = Registry(cluster.redis_url)
-    cluster.gateway = Gateway(
+    gateway = Gateway(
         settings,
         Directory(registry),
         lambda: load_text_model(stored.name, stored.path, stored.fingerprint),
@@ -285,20 +304,20 @@ async def _routing(cluster: Cluster, values: dict[str, Any]) -> AsyncIterator[No
     )
     loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     app = create_app(
-        cluster.gateway,
+        gateway,
         lambda failure: loaded.set_exception(failure) if failure else loaded.set_result(None),
     )
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            cluster.port = listener.getsockname()[1]
+            port = listener.getsockname()[1]
             async with _http(app, settings, listener):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await loaded
                 limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
                 async with httpx.AsyncClient(
-                    base_url=f"http://127.0.0.1:{cluster.port}", timeout=100, limits=limits
-                ) as cluster.client:
-                    yield
+                    base_url=f"http://127.0.0.1:{port}", timeout=100, limits=limits
+                ) as client:
+                    yield Router(gateway, client, port)
     finally:
         await registry.close()
 
