@@ -137,7 +137,13 @@ TRANSPORTS = {"shm": "shm", "torch": "torch:gloo", "grpc": "grpc"}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(9, id="some"),
+        pytest.param(1, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
+    ],
+)
 async def test_every_transport_gives_the_offline_tokens(
     prompts: list[GoldenPrompt],
     expected: list[list[ExpectedChoice]],
