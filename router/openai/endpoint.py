@@ -206,8 +206,15 @@ class Endpoint:
     ) -> tuple[Sequence[Output], list[Served]]:
         prepared, n = call.prepared, call.prepared.num_choices
         outputs = [
-            Streamed(_generation(call, i), exchange, call.format, i * n, echo)
-            for i, echo in enumerate(prepared.echoes)
+            Streamed(
+                _generation(call, i),
+                exchange,
+                call.format,
+                i * n,
+                echo,
+                len(prompt) if prepared.continuous_usage else None,
+            )
+            for i, (echo, prompt) in enumerate(zip(prepared.echoes, prepared.prompts, strict=True))
         ]
         with _paid(caller, outputs):
             served = await _run_all(call, outputs)

@@ -33,11 +33,13 @@ class Head:
 
 
 class Format(Protocol):
-    """`fields` stand beside the choices: usage, timing."""
+    """`fields` stand beside the choices: usage, timing. `count`: the chunks from there on say how
+    many tokens there are by then."""
 
     def opening(self, index: int, echo: str) -> bytes: ...
     def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes: ...
     def finish(self, index: int, reason: str) -> bytes: ...
+    def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None: ...
     def closing(self, fields: dict[str, Any]) -> bytes: ...
     def whole(self, choices: Sequence[ChoiceText], fields: dict[str, Any]) -> bytes: ...
 
@@ -68,6 +70,9 @@ class ChatFormat:
         return self._writer.choice(
             index, b'"delta":{},"logprobs":null,"finish_reason":"%b"' % reason.encode()
         )
+
+    def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        self._writer.count(num_prompt_tokens, num_output_tokens)
 
     def closing(self, fields: dict[str, Any]) -> bytes:
         return self._writer.closing(fields)
@@ -107,6 +112,9 @@ class CompletionFormat:
         return self._writer.choice(
             index, b'"text":"","logprobs":null,"finish_reason":"%b"' % reason.encode()
         )
+
+    def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        self._writer.count(num_prompt_tokens, num_output_tokens)
 
     def closing(self, fields: dict[str, Any]) -> bytes:
         return self._writer.closing(fields)

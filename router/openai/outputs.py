@@ -46,19 +46,29 @@ class Gathered:
 
 
 class Streamed:
-    """Sends the chunks of one prompt; its choices are numbered from `base`."""
+    """Sends the chunks of one prompt; its choices are numbered from `base`. With `counted`, the
+    number of the prompt's tokens, each chunk has the usage so far."""
 
     def __init__(
-        self, generation: Generation, exchange: Exchange, format: Format, base: int, echo: str
+        self,
+        generation: Generation,
+        exchange: Exchange,
+        format: Format,
+        base: int,
+        echo: str,
+        counted: int | None,
     ) -> None:
         self.generation = generation
         self._exchange = exchange
         self._format = format
         self._base = base
         self._echo = echo
+        self._counted = counted
         self._opened = [False] * len(generation.choices)
 
     def render(self, deltas: Sequence[Delta]) -> bytes:
+        if self._counted is not None:
+            self._format.count(self._counted, self.generation.num_tokens)
         return b"".join([self._events(delta) for delta in deltas])
 
     async def send(self, rendered: bytes) -> None:

@@ -70,6 +70,7 @@ class Prepared:
     kv_policy: KVPolicy
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     timing: bool
 
 
@@ -181,6 +182,7 @@ def _prepare(
         kv_policy=policy,
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
         timing=bool(body.timing),
     )
 

@@ -18,6 +18,13 @@ class ChunkWriter:
         self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._closing = b"data: " + opened + b',"choices":[],'
 
+    def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """The chunks from here on say so in their usage."""
+        self._close = (
+            b'}],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n'
+            % (num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens)
+        )
+
     def choice(self, index: int, inside: bytes) -> bytes:
         return b"%b%d,%b%b" % (self._open, index, inside, self._close)
 

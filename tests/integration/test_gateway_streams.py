@@ -304,3 +304,19 @@ async def test_the_openai_client_reads_both_modes(gateway: RunningGateway) -> No
             await client.chat.completions.create(model="bytes", messages=[], max_tokens=1)
         assert caught.value.param == "messages"
         assert [m.id async for m in client.models.list()] == ["bytes"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_so_far_is_in_every_chunk_when_asked(
+    gateway: RunningGateway, path: str
+) -> None:
+    """As load generators ask that count tokens and not chunks."""
+    asked = {"messages": USER_HI} if path == CHAT else {"prompt": "hi"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**asked, "max_tokens": 6, "ignore_eos": True, "stream_options": options}
+    *chunks, last, _ = await gateway.events(path, body)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and set(counts) == {1, 2, 3, 4, 5, 6}
+    assert last["usage"]["completion_tokens"] == 6
+    prompts = {chunk["usage"]["prompt_tokens"] for chunk in (*chunks, last)}
+    assert len(prompts) == 1
