@@ -171,9 +171,11 @@ async function openRequest(node, id) {
 function aboutRequest(found) {
   const path = [...found.prefill, ...found.decode].join(" → ");
   const predicted = found.placement && `predicted TTFT ${ms(found.placement.chosen.ttft_ms)}`;
+  const other = found.misses.length && found.placement?.other;
+  const instead = other && `${[other.prefill, other.decode].filter(Boolean).join(" → ")} was predicted ${ms(other.ttft_ms)}`;
   const missed = found.misses.map((miss) => `missed ${miss.target.toUpperCase()}: ${miss.cause.replaceAll("_", " ")}`);
   const moved = found.timing.transfer && `KV ${(found.timing.transfer.bytes / 1e6).toFixed(1)} MB by ${found.timing.transfer.transports.join(", ")}`;
-  return [path, predicted, moved, ...missed].filter(Boolean).join("; ");
+  return [path, predicted, moved, ...missed, instead].filter(Boolean).join("; ");
 }
 
 function waterfall(timing) {

@@ -62,6 +62,8 @@ class Plan(NamedTuple):
     cost: Cost
     miss: float = 0.0
     others_miss: float = 0.0
+    other: "Plan | None" = None
+    """The next best, where the policy compared."""
 
     @property
     def rank(self) -> tuple[float, float, bool, int, str, str]:

@@ -46,10 +46,10 @@ def explained(
 
 
 def foreseen(chosen: Plan | None, others: Sequence[Plan]) -> dict[str, Any] | None:
-    """What was predicted of the chosen plan and, where that was asked, of the best other one."""
+    """What was predicted of the chosen plan and, where several were compared, of the next best."""
     if chosen is None:
         return None
-    other = next((plan for plan in others if not _same(plan, chosen)), None)
+    other = next((plan for plan in others if not _same(plan, chosen)), chosen.other)
     return {"chosen": _plan(chosen), "other": other and _plan(other)}
 
 

@@ -16,10 +16,10 @@ FINALISTS = 3
 
 class Slo:
     def choose(self, options: Options) -> Plan:
-        best = min(self.plans(options), key=lambda plan: plan.rank)
+        best, *others = nsmallest(2, self.plans(options), key=lambda plan: plan.rank)
         if best.others_miss and options.request.targets.priority <= 0:
             raise NoRoom(Role.DECODE)
-        return best
+        return best._replace(other=others[0]) if others else best
 
     def plans(self, options: Options) -> list[Plan]:
         best = nsmallest(FINALISTS, options.prefills, key=options.prefill_rank)

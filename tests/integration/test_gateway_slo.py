@@ -90,6 +90,18 @@ async def test_an_explanation_names_the_choice_its_numbers_and_the_alternatives(
     assert [a["prefill"] for a in decision["alternatives"]] == ["prefill-1"]
 
 
+async def test_a_miss_says_what_the_next_best_workers_were_predicted_to_give(
+    gateway: RunningGateway,
+) -> None:
+    headers = {"x-baton-ttft-ms": "0.000001", "x-request-id": "late"}
+    await gateway.post(COMPLETIONS, BODY, headers=headers)
+    found = (await gateway.client.get("/v1/requests/late")).json()
+    assert [miss["target"] for miss in found["misses"]] == ["ttft"]
+    workers = {found["placement"][way]["prefill"] for way in ("chosen", "other")}
+    assert workers == {"prefill-0", "prefill-1"}
+    assert found["placement"]["other"]["ttft_ms"] > 0
+
+
 async def test_nobody_else_gets_an_explanation(gateway: RunningGateway) -> None:
     assert "placement" not in (await gateway.post(COMPLETIONS, BODY)).json()
 
