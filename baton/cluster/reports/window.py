@@ -12,7 +12,7 @@ from baton.cluster.reports.group import Group, Key
 
 SLOT_S = 15.0
 SPAN_S = 3600.0
-# A group holds some 45 sketches: 25 KB with five values each, 0.2 MB with 75.
+# A group holds some 45 sketches: 16 KB with five values each, 0.3 MB with 75.
 MAX_GROUPS = 1000
 OTHER = Key("other", "other", "other", "other")
 
