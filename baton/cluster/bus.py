@@ -122,9 +122,15 @@ class Bus:
                     async for channel, data in heard:
                         backoff.reset()
                         if channel:
-                            self._hear(channel == self._questions, data)
+                            self._try_to_hear(channel, data)
             except RegistryUnavailable:
                 await asyncio.sleep(backoff.next_s())
+
+    def _try_to_hear(self, channel: str, data: bytes) -> None:
+        try:
+            self._hear(channel == self._questions, data)
+        except (ValueError, LookupError, TypeError, zlib.error) as error:
+            _log.warning("on %s: %r is no message of a router: %s", channel, data[:80], error)
 
     def _hear(self, is_question: bool, data: bytes) -> None:
         head, _, packed = data.partition(b"\n")

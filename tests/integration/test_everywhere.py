@@ -105,9 +105,28 @@ async def test_a_router_that_does_not_answer_or_answers_too_much_is_named(
         assert told.answers["well"] == {"to": "all"} and "large" not in told.answers
         assert len(told.missing) == 1
         assert re.fullmatch(r"router large: its answer of \d+ MiB is too large", told.missing[0])
-        assert (await hasty.ask(None)).missing == ["router gone: no answer within 0.2 s"]
+        assert "router gone: no answer within 0.2 s" in (await hasty.ask(None)).missing
     finally:
         for each in (*buses, patient, hasty):
+            await each.stop()
+        await link.close()
+
+
+async def test_what_is_no_message_is_told_and_the_next_question_is_answered(
+    redis: tuple[EmbeddedRedis, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    link = RedisLink(redis[1])
+    await link.start()
+    asker = await bus(link, "asker", lambda _: None, ["well"], 30.0)
+    buses = [asker, await bus(link, "well", lambda question: question, [])]
+    try:
+        for data in (b"", b"{}\n", b"[1]", b'{"name": 1, "from": "x", "problem": null}\nx'):
+            for channel in ("{baton}:asked", "{baton}:told:asker"):
+                await link.client.publish(channel, data)
+        assert (await asker.ask("still there?")).answers == {"well": "still there?"}
+        assert "is no message of a router" in caplog.text
+    finally:
+        for each in buses:
             await each.stop()
         await link.close()
 
