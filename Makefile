@@ -3,7 +3,8 @@ PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
 SOAK ?= 900
-# Processes that share out the test files; 0: only this one, as a debugger wants it.
+# Processes that share out the test files; 0: only this one, as a debugger wants it. Each computes on
+# one thread: OpenMP's threads wait for each other in turns, which costs four times as much on shared cores.
 JOBS ?= 2
 # A folder of wheels that images are built with, besides the package index.
 WHEELS ?= $(PIP_FIND_LINKS)
@@ -47,7 +48,7 @@ run: setup ## Serve in the foreground until Ctrl-C: make run PORT=8000 ARGS="--d
 	@exec $(BIN)/baton up --port $(PORT) $(ARGS)
 
 test: setup ## Run the tests except the slow ones: make test ARGS="-k registry"
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not compose" -q $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not compose" -q $(ARGS)
 
 check: setup ## Check format, lint, types, import rules, secrets and that the stubs are current
 	$(BIN)/ruff format --check .
