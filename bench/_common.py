@@ -22,9 +22,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-# The folder of a script comes first in the path: bench/router.py would hide the router's package.
+# The folder of a script comes first in the path, an editable install last: bench/router.py would
+# hide the router's package.
 if Path(sys.path[0]).resolve() == Path(__file__).parent:
     sys.path.append(sys.path.pop(0))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,8 +21,6 @@ from pathlib import Path
 import _gateway
 from _cluster import running_cluster
 from _common import Report, parser
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.cluster.reports.collector import SHARE
