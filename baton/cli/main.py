@@ -16,6 +16,18 @@ from baton.cli.local import LOCAL
 from baton.cluster.errors import BatonError, SettingsError
 from baton.cluster.workers import Role
 
+WorkerId = Annotated[str, typer.Argument(help="Id of the worker, as baton status shows it.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
+]
+TlsDir = Annotated[
+    Path | None, typer.Option(help="Folder of a certificate for admin.", envvar="BATON_TLS_DIR")
+]
+TlsServerName = Annotated[
+    str | None,
+    typer.Option(help="Name in the workers' certificates.", envvar="BATON_TLS_SERVER_NAME"),
+]
+
 app = typer.Typer(
     name="baton",
     help="Serve a language model with prefill and decode apart.",
@@ -80,9 +92,7 @@ def chat(
 
 @app.command()
 def status(
-    redis: Annotated[
-        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
-    ] = None,
+    redis: RedisUrl = None,
     url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow until Ctrl-C.")] = False,
@@ -98,21 +108,13 @@ app.command()(bench)
 
 @app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(help="Id of the worker, as baton status shows it.")],
-    redis: Annotated[
-        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
-    ] = None,
+    worker: WorkerId,
+    redis: RedisUrl = None,
     url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
     timeout: Annotated[float, typer.Option(min=0.0, help="Longest wait in seconds.")] = 60.0,
     undo: Annotated[bool, typer.Option("--undo", help="Take new requests again.")] = False,
-    tls_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a certificate for admin.", envvar="BATON_TLS_DIR"),
-    ] = None,
-    tls_server_name: Annotated[
-        str | None,
-        typer.Option(help="Name in the workers' certificates.", envvar="BATON_TLS_SERVER_NAME"),
-    ] = None,
+    tls_dir: TlsDir = None,
+    tls_server_name: TlsServerName = None,
 ) -> None:
     """Let a worker finish its requests and take no new ones."""
     from baton.cli.drain import drain
@@ -123,23 +125,15 @@ def drain(
 
 @app.command()
 def role(
-    worker: Annotated[str, typer.Argument(help="Id of the worker, as baton status shows it.")],
+    worker: WorkerId,
     role: Annotated[Role, typer.Argument(help="What it is to do.")],
-    redis: Annotated[
-        str | None, typer.Option(help="Redis of the cluster.", envvar="BATON_REDIS_URL")
-    ] = None,
+    redis: RedisUrl = None,
     url: Annotated[str, typer.Option(help="A router.")] = LOCAL,
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Longest wait for what runs; the rest goes on elsewhere.")
     ] = 60.0,
-    tls_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a certificate for admin.", envvar="BATON_TLS_DIR"),
-    ] = None,
-    tls_server_name: Annotated[
-        str | None,
-        typer.Option(help="Name in the workers' certificates.", envvar="BATON_TLS_SERVER_NAME"),
-    ] = None,
+    tls_dir: TlsDir = None,
+    tls_server_name: TlsServerName = None,
 ) -> None:
     """Let a worker finish its requests, then do the other half of the work."""
     from baton.cli.role import change_role

@@ -19,13 +19,6 @@ Start = Callable[[], Awaitable[LoadLedger]]
 
 
 @pytest.fixture
-async def redis_server() -> AsyncIterator[tuple[EmbeddedRedis, str]]:
-    server = EmbeddedRedis()
-    yield server, await server.start()
-    await server.stop()
-
-
-@pytest.fixture
 async def start(redis_server: tuple[EmbeddedRedis, str]) -> AsyncIterator[Start]:
     started: list[tuple[LoadLedger, RedisLink]] = []
 

@@ -21,13 +21,6 @@ from tests.support.redis_servers import redis_7, redis_cluster
 
 
 @pytest.fixture
-async def redis_server() -> AsyncIterator[tuple[EmbeddedRedis, str]]:
-    server = EmbeddedRedis()
-    yield server, await server.start()
-    await server.stop()
-
-
-@pytest.fixture
 async def cluster(redis_server: tuple[EmbeddedRedis, str]) -> AsyncIterator[IndexedCluster]:
     async with indexed_cluster(redis_server[1]) as cluster:
         yield cluster

@@ -21,14 +21,6 @@ from tests.support.redis import eventually, make_record
 
 
 @pytest.fixture
-async def redis_server() -> AsyncIterator[tuple[EmbeddedRedis, str]]:
-    server = EmbeddedRedis()
-    url = await server.start()
-    yield server, url
-    await server.stop()
-
-
-@pytest.fixture
 async def registry(redis_server: tuple[EmbeddedRedis, str]) -> AsyncIterator[Registry]:
     registry = Registry(redis_server[1])
     yield registry

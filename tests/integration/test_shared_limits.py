@@ -17,13 +17,6 @@ Start = Callable[..., Caller]
 
 
 @pytest.fixture
-async def redis_server() -> AsyncIterator[tuple[EmbeddedRedis, str]]:
-    server = EmbeddedRedis()
-    yield server, await server.start()
-    await server.stop()
-
-
-@pytest.fixture
 async def start(redis_server: tuple[EmbeddedRedis, str]) -> AsyncIterator[Start]:
     """The key's caller at a router of its own."""
     links: list[RedisLink] = []

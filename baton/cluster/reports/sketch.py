@@ -50,31 +50,23 @@ class Sketch:
 
     def quantile(self, share: float) -> float:
         """Raises ValueError when nothing was added."""
-        value = self._all().get_quantile_value(share)
-        if value is None:
-            raise ValueError("an empty sketch has no quantiles")
-        return min(max(float(value), self.least), self.most)
+        return self._quantiles(share)[0]
 
     def figures(self, factor: float = 1.0) -> dict[str, float]:
         """Count, mean, extremes and percentiles, times `factor`."""
         if not self.count:
             return {"count": 0}
-        shown = {f"p{percent}": self.quantile(percent / 100) for percent in PERCENTS}
+        found = self._quantiles(*(percent / 100 for percent in PERCENTS))
+        shown = {f"p{percent}": value for percent, value in zip(PERCENTS, found, strict=True)}
         shown |= {"mean": self.sum / self.count, "min": self.least, "max": self.most}
         return {"count": self.count, **{name: value * factor for name, value in shown.items()}}
 
     def as_json(self) -> dict[str, Any]:
-        """`bins`: [a value inside, how many] of every bin that is not empty."""
-        proto = DDSketchProto.to_proto(self._all())
-        store, mapping = proto.positiveValues, KeyMappingProto.from_proto(proto.mapping)
-        offset = store.contiguousBinIndexOffset
-        bins = [
-            [mapping.value(offset + index), count]
-            for index, count in enumerate(store.contiguousBinCounts)
-            if count
-        ]
+        """`bins`: [a value inside, how many] of every bin that is not empty, ascending; of few
+        values each value."""
+        zeros, bins = self._bins()
         return {
-            "zeros": proto.zeroCount,
+            "zeros": zeros,
             "bins": bins,
             "sum": self.sum,
             "min": self.least if self.count else None,
@@ -90,6 +82,23 @@ class Sketch:
         if made.count:
             made.sum, made.least, made.most = raw["sum"], raw["min"], raw["max"]
         return made
+
+    def _quantiles(self, *shares: float) -> list[float]:
+        whole = self._all()
+        if not whole.count:
+            raise ValueError("an empty sketch has no quantiles")
+        values = (whole.get_quantile_value(share) or 0.0 for share in shares)
+        return [min(max(value, self.least), self.most) for value in values]
+
+    def _bins(self) -> tuple[float, list[tuple[float, float]]]:
+        """How many zeros, and the rest."""
+        if self._many is None:
+            zeros = float(sum(times for value, times in self._few if value == 0))
+            return zeros, sorted((value, times) for value, times in self._few if value)
+        proto = DDSketchProto.to_proto(self._many)
+        store, mapping = proto.positiveValues, KeyMappingProto.from_proto(proto.mapping)
+        counts = enumerate(store.contiguousBinCounts, int(store.contiguousBinIndexOffset))
+        return proto.zeroCount, [(mapping.value(index), count) for index, count in counts if count]
 
     def _put(self, value: float, times: float) -> None:
         if self._many is None and len(self._few) < _FEW:
