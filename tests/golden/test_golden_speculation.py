@@ -11,7 +11,7 @@ from tests.golden.prompts import GoldenPrompt
 from tests.support.cluster import CHAT, COMPLETIONS, running_cluster, shared_weights
 from tests.support.drafts import looking_up
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
 COPY = [{"role": "user", "content": f"Repeat this text exactly, and nothing else:\n\n{CODE}"}]
