@@ -86,7 +86,7 @@ async def test_work_stops_when_the_client_leaves(
         if stage == "prefill":
             await until(lambda: prefill.counters.running == 1)
         else:
-            await until(lambda: decode.counters.tokens_sent >= 3)
+            await until(lambda: prefill.counters.completed and decode.counters.tokens_sent >= 3)
         if half:
             writer.write_eof()
         else:
