@@ -1,6 +1,11 @@
 """Fixtures that more than one kind of test uses."""
 
+import os
 from pathlib import Path
+
+# Tests start processes beside gRPC servers of their own. gRPC's fork handlers would run between
+# fork and exec, and now and then one of them ends the child there.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 import pytest
 

@@ -87,7 +87,7 @@ def _link(link: WorkerLink) -> str:
 
 async def _from_redis(url: str) -> list[WorkerRecord]:
     try:
-        registry = Registry(url)
+        registry = Registry(url, timeout_s=TIMEOUT_S)
     except ValueError as error:
         raise BatonError(
             f"--redis must be a URL such as redis://127.0.0.1:6379/0: {error}"

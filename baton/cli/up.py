@@ -35,6 +35,7 @@ READY_POLL_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 # Ctrl-C may arrive twice: from the terminal, and passed on by whoever started us.
 SAME_REQUEST_S = 0.5
+REDIS_TIMEOUT_S = 5.0
 
 
 def up(argv: list[str]) -> int:
@@ -141,7 +142,7 @@ async def _with_helpers(
 
 
 async def _check_redis(url: str) -> None:
-    registry = Registry(url)
+    registry = Registry(url, timeout_s=REDIS_TIMEOUT_S)
     try:
         await registry.ping()
     except RegistryUnavailable as error:

@@ -46,8 +46,8 @@ async def ask(up: Up, **body: Any) -> str:
 
 async def test_the_sample_request_that_it_prints_works(up: Up) -> None:
     text = await up.line(lambda line: "curl http" in line, 10)
-    begin = up.lines.index(text)
-    parts = [line.split("│ ", 1)[1] for line in up.lines[begin : begin + 2]]
+    rest = await up.line(lambda line: True, 10, since=up.lines.index(text) + 1)
+    parts = [line.split("│ ", 1)[1] for line in (text, rest)]
     words = shlex.split(parts[0].rstrip("\\") + parts[1])
     url, data = words[1], json.loads(words[words.index("-d") + 1])
     async with httpx.AsyncClient(timeout=60) as client:

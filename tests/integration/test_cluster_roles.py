@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from baton.cluster.redis_client import close, connect
 from baton.cluster.workers import Role
 from baton.store import StoredModel
 from tests.support.cluster import COMPLETIONS, Cluster, ClusterWorker, running_cluster
-from tests.support.redis import eventually
+from tests.support.redis import eventually, until
 
 LONG = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
@@ -54,18 +54,24 @@ def pace(worker: ClusterWorker, full_speed: threading.Event) -> None:
     compute = runner.run
 
     def run(batch: Any) -> Any:
-        full_speed.wait(0.02)
+        full_speed.wait(0.2)
         return compute(batch)
 
     runner.run = run
 
 
-async def lives(cluster: Cluster, worker_id: str) -> list[str]:
-    """Incarnations of it that the prefix index knows."""
+async def until_lives(
+    cluster: Cluster, worker_id: str, wanted: Callable[[list[str]], bool]
+) -> None:
+    """Waits until the incarnations of it that the prefix index knows are as wanted."""
+
+    async def known() -> bool:
+        keys = [key.decode() async for key in client.scan_iter(f"*:held:{worker_id}:*")]
+        return wanted([key.rpartition(":")[2] for key in keys])
+
     client = connect(cluster.redis_url)
     try:
-        keys = [key.decode() async for key in client.scan_iter(f"*:held:{worker_id}:*")]
-        return [key.rpartition(":")[2] for key in keys]
+        await until(known)
     finally:
         await close(client)
 
@@ -76,14 +82,14 @@ async def test_a_worker_finishes_its_streams_and_then_does_its_new_part_with_the
     stream = asyncio.create_task(cluster.ask(COMPLETIONS, stream=True, **LONG))
     worker, name = await busy_decode(cluster)
     weights, before = worker.parts.loaded, (await cluster.info(worker)).incarnation
-    assert await lives(cluster, name) == [before]
+    await until_lives(cluster, name, lambda lives: lives == [before])
     assert await command(cluster, name, "prefill") == 0
     assert capsys.readouterr().out == f"{name} is a prefill worker now.\n"
-    assert stream.done() and stream.result().usage["completion_tokens"] == 300
-    await eventually(lambda: role_of(cluster, name) is Role.PREFILL)
     assert worker.parts.loaded is weights, "nothing is loaded again"
+    assert (await stream).usage["completion_tokens"] == 300
+    await eventually(lambda: role_of(cluster, name) is Role.PREFILL)
     assert (await cluster.info(worker)).incarnation > before
-    assert before not in await lives(cluster, name)
+    await until_lives(cluster, name, lambda lives: before not in lives)
 
     # The other way round too: now all prompts are this worker's.
     assert await command(cluster, cluster.prefills[0].settings.worker_id, "decode") == 0

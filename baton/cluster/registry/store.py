@@ -10,8 +10,9 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
-from baton.cluster.redis_client import answer, close, connect, messages
+from baton.cluster.redis_client import CALL_TIMEOUT_S, answer, close, connect, messages
 from baton.cluster.workers import WorkerRecord
 
 _log = logging.getLogger(__name__)
@@ -78,10 +79,14 @@ class Listing:
 
 
 class Registry:
-    """Worker records in one Redis; safe to share between tasks of one event loop."""
+    """Worker records in one Redis; safe to share between tasks of one event loop. Every call but
+    `changes` has `timeout_s`: services give up soon, people at a terminal would rather wait."""
 
-    def __init__(self, url: str, namespace: str = "baton") -> None:
-        self._redis = connect(url)
+    def __init__(
+        self, url: str, namespace: str = "baton", timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
+        self._redis = connect(url, timeout_s)
+        self._timeout_s = timeout_s
         self._namespace = f"{{{namespace}}}"  # a hash tag: one slot of a Redis Cluster holds it all
         self._publish = self._redis.register_script(_PUBLISH)
         self._withdraw = self._redis.register_script(_WITHDRAW)
@@ -98,13 +103,13 @@ class Registry:
             "1" if record.load.draining else "0",
         ]
         keys = [self._key(record.worker_id), self._index]
-        return bool(await answer(self._publish(keys=keys, args=arguments)))
+        return bool(await self._answer(self._publish(keys=keys, args=arguments)))
 
     async def withdraw(self, record: WorkerRecord) -> bool:
         """Removes the record if it is still this incarnation's."""
         keys = [self._key(record.worker_id), self._index]
         arguments = [record.incarnation, record.worker_id, self._channel]
-        return bool(await answer(self._withdraw(keys=keys, args=arguments)))
+        return bool(await self._answer(self._withdraw(keys=keys, args=arguments)))
 
     async def list(self) -> list[WorkerRecord]:
         return list((await self.read()).records)
@@ -113,7 +118,7 @@ class Registry:
         """All live records with their heartbeats, sorted by worker id."""
         keys = [self._index, f"{self._namespace}:epoch"]
         arguments = [self._key(""), secrets.token_hex(8)]
-        found: list[bytes] = await answer(self._list(keys=keys, args=arguments))
+        found: list[bytes] = await self._answer(self._list(keys=keys, args=arguments))
         epoch, writable, now, *values = found
         parsed = sorted(_parse(values), key=lambda pair: pair[1].worker_id)
         return Listing(
@@ -125,7 +130,7 @@ class Registry:
         )
 
     async def ping(self) -> None:
-        await answer(self._redis.ping())
+        await self._answer(self._redis.ping())
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yields once when subscribed and then on every change, until Redis goes away."""
@@ -135,6 +140,9 @@ class Registry:
 
     async def close(self) -> None:
         await close(self._redis)
+
+    async def _answer(self, call: Any) -> Any:
+        return await answer(call, self._timeout_s)
 
     @property
     def _index(self) -> str:
