@@ -79,7 +79,7 @@ async def test_work_stops_when_the_client_leaves(
 ) -> None:
     """BerriAI/litellm#37140"""
     prefill, decode = gateway.cluster.prefills[0], gateway.cluster.decodes[0]
-    decode.behaviour.step_s = 0.02
+    decode.behaviour.step_s = 0.05
     if stage == "prefill":
         prefill.behaviour.start_s = 30
     async with raw_request(gateway, {**LONG, "stream": stream}) as (_, writer):
@@ -91,7 +91,7 @@ async def test_work_stops_when_the_client_leaves(
             writer.write_eof()
         else:
             writer.close()
-        await until(lambda: idle(gateway), 2)
+        await until(lambda: idle(gateway))
     assert decode.counters.cancelled == 1
     assert prefill.counters.cancelled == (stage == "prefill")
     assert decode.counters.tokens_sent < 100
@@ -100,26 +100,27 @@ async def test_work_stops_when_the_client_leaves(
 
 
 async def test_work_of_every_prompt_stops_when_the_client_leaves(gateway: RunningGateway) -> None:
-    gateway.cluster.decodes[0].behaviour.step_s = 0.02
+    gateway.cluster.decodes[0].behaviour.step_s = 0.05
+    counters = gateway.cluster.decodes[0].counters
     body = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 400}
     async with raw_request(gateway, body) as (_, writer):
-        await until(lambda: gateway.cluster.decodes[0].counters.tokens_sent >= 6)
+        await until(lambda: counters.calls == 3 and counters.tokens_sent >= 6)
         writer.close()
-        await until(lambda: idle(gateway), 2)
-    assert gateway.cluster.decodes[0].counters.cancelled == 3
+        await until(lambda: idle(gateway))
+    assert counters.cancelled == 3
 
 
 async def test_a_client_that_leaves_the_queue_reaches_no_worker(model: TextModel) -> None:
     async with running_gateway(model, scripted(TEXT), max_running=1) as gateway:
-        gateway.cluster.decodes[0].behaviour.step_s = 0.02
+        gateway.cluster.decodes[0].behaviour.step_s = 0.05
         async with raw_request(gateway, LONG) as (_, running):
             await until(lambda: gateway.cluster.decodes[0].counters.calls == 1)
             async with raw_request(gateway, LONG) as (_, queued):
                 await until(lambda: gateway.gateway.admission.waiting == 1)
                 queued.close()
-                await until(lambda: gateway.gateway.admission.waiting == 0, 2)
+                await until(lambda: gateway.gateway.admission.waiting == 0)
             running.close()
-            await until(lambda: idle(gateway), 2)
+            await until(lambda: idle(gateway))
         assert gateway.cluster.decodes[0].counters.calls == 1
         await assert_ordinary(gateway)
 
@@ -131,7 +132,7 @@ async def test_a_client_that_leaves_while_workers_are_full_frees_its_place(
     async with raw_request(gateway, LONG) as (_, writer):
         await until(lambda: gateway.gateway.admission.waiting == 1)
         writer.close()
-        await until(lambda: idle(gateway), 2)
+        await until(lambda: idle(gateway))
 
 
 async def read_until_broken(gateway: RunningGateway, kill_after: int) -> list[Any]:
@@ -186,7 +187,7 @@ async def test_a_whole_answer_is_tried_again_even_after_its_first_tokens(
         first = gateway.cluster.decodes[0].behaviour
         first.fail, first.fail_at = grpc.StatusCode.INTERNAL, 3
         await assert_ordinary(gateway)
-        assert gateway.cluster.decodes[1].counters.completed == 1
+        await until(lambda: gateway.cluster.decodes[1].counters.completed == 1)
 
 
 async def test_attempts_are_bounded_and_faults_keep_their_words_to_themselves(
@@ -217,14 +218,14 @@ async def test_a_request_that_a_worker_rejects_is_the_clients_error(
 
 
 async def test_a_silent_decode_worker_is_passed_over_in_time(model: TextModel) -> None:
-    async with running_gateway(model, scripted(TEXT), decodes=2, reserve_timeout_s=0.1) as gateway:
+    async with running_gateway(model, scripted(TEXT), decodes=2, reserve_timeout_s=1.0) as gateway:
         gateway.cluster.decodes[0].behaviour.hang = True
         await assert_ordinary(gateway)
         assert gateway.cluster.directory.suspects == ["decode-0"]
 
 
 async def test_a_request_has_a_longest_life(model: TextModel) -> None:
-    async with running_gateway(model, scripted(TEXT), request_timeout_s=0.3) as gateway:
+    async with running_gateway(model, scripted(TEXT), request_timeout_s=1.0) as gateway:
         decode = gateway.cluster.decodes[0].behaviour
         decode.hang, decode.fail_at = True, 3
         response = await gateway.post(COMPLETIONS, LONG)
@@ -335,7 +336,7 @@ async def test_overload_is_refused_fast_and_the_rest_is_served(model: TextModel)
         assert all(r.headers["retry-after"] for r, _ in refused)
         assert max(t for _, t in refused) < max(t for _, t in answers)
         assert decode.counters.peak_running <= 8
-        assert idle(gateway)
+        await until(lambda: idle(gateway))
         await assert_ordinary(gateway)
 
 
@@ -343,7 +344,7 @@ async def test_a_full_decode_worker_is_passed_over_for_one_with_room(model: Text
     async with running_gateway(model, scripted(TEXT), decodes=2) as gateway:
         gateway.cluster.decodes[0].behaviour.capacity = 0
         await assert_ordinary(gateway)
-        assert gateway.cluster.decodes[1].counters.completed == 1
+        await until(lambda: gateway.cluster.decodes[1].counters.completed == 1)
         assert gateway.cluster.directory.suspects == []
 
 
@@ -354,7 +355,7 @@ async def test_a_request_waits_for_room_until_its_deadline(model: TextModel) -> 
         response = await gateway.post(COMPLETIONS, LONG)
         assert response.status_code == 503
         assert response.headers["retry-after"]
-        assert idle(gateway)
+        await until(lambda: idle(gateway))
 
 
 async def test_a_waiting_request_goes_on_when_a_worker_reports_room(

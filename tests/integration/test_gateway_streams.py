@@ -94,7 +94,7 @@ async def test_a_stop_begun_but_not_finished_at_the_end_is_shown(gateway: Runnin
 
 
 async def test_a_match_cancels_decode_at_once(gateway: RunningGateway) -> None:
-    gateway.cluster.decodes[0].behaviour.step_s = 0.01
+    gateway.cluster.decodes[0].behaviour.step_s = 0.05
     body = {"prompt": "x", "stop": TEXT[5:12], "max_tokens": 400}
     usage = (await gateway.post(COMPLETIONS, body)).json()["usage"]
     assert usage["completion_tokens"] == 12

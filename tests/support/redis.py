@@ -31,7 +31,7 @@ def make_record(
     )
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> float:
     """Waits until the condition holds; the seconds that took. Fails after the deadline."""
     started = time.monotonic()
     while not condition():

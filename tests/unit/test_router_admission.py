@@ -34,7 +34,7 @@ class Client:
 
 
 async def soon(event: Awaitable[object]) -> None:
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await event
 
 
@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_while_queued_gives_up_its_place() -> None:
     await settle()
     assert admission.waiting == 1
     await first.finish()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await third.entered.wait()
     await third.finish()
     assert admission.running == 0
@@ -98,7 +98,7 @@ async def test_a_slot_granted_in_the_moment_of_leaving_goes_to_the_next() -> Non
     await settle()
     first.slot.leave()
     second.task.cancel()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await third.entered.wait()
     await third.finish()
     assert (admission.running, admission.waiting) == (0, 0)
@@ -113,7 +113,7 @@ async def test_a_refused_request_keeps_its_place_before_later_ones() -> None:
     await settle()
     assert not third.entered.is_set()
     admission.workers_changed()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await back
     assert not third.entered.is_set()
     for client in (first, second, third):
@@ -134,7 +134,7 @@ async def test_newcomers_queue_behind_waiters_although_there_is_a_free_slot() ->
     admission.workers_changed()
     await back
     first.slot.accepted()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await second.entered.wait()
     await first.finish()
     await second.finish()
