@@ -268,7 +268,7 @@ def _memory(text: str) -> int:
 
 def parse_params(text: str) -> int:
     """135000000 of "135M"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", text.strip().upper())
     if match is None:
         raise SettingsError(f"--params must be a number such as 135M or 70B, not {text!r}.")
     return int(float(match[1]) * _PARAM_UNITS[match[2]])

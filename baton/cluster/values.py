@@ -16,7 +16,7 @@ _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 def parse_size(text: str | int) -> int:
     """Bytes of "512MiB", "2G" (binary), "1.5GB" (decimal) or a plain number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
     factor = _UNITS_BY_LOWER.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ValueError("a size such as 512MiB or 2GiB")
@@ -40,7 +40,7 @@ def parse_cores(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, ..
         return tuple(sorted(set(text)))
     cores: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError("a list of cores such as 0-1,3")
         cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
@@ -60,7 +60,7 @@ class TargetValues(NamedTuple):
     policy: str | None = None
 
 
-_TARGET = re.compile(r"\s*([^=,\s]+)=([\d.]+|-)/([\d.]+|-)(?:/(best_effort|reject))?\s*")
+_TARGET = re.compile(r"\s*([^=,\s]+)=([0-9.]+|-)/([0-9.]+|-)(?:/(best_effort|reject))?\s*")
 
 
 def parse_targets(text: str) -> dict[str, TargetValues]:

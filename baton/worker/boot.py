@@ -9,7 +9,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-import psutil
 import torch
 
 from baton.cluster.errors import SettingsError
@@ -34,6 +33,7 @@ from baton.engine.transfer.shm import SharedMemory
 from baton.kv_policy import parse_policy
 from baton.speculate import parse_speculation
 from baton.store import StoredModel, StoreError, resolve
+from baton.worker.memory import available_bytes
 from baton.worker.profile import Profile, profile
 
 S = TypeVar("S", bound=Scheduler)
@@ -155,7 +155,7 @@ def _num_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
 
 
 def _check_memory(need: int, what: str) -> None:
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     if need > free:
         raise SettingsError(
             f"too little memory for {what}: {need / 2**20:.0f} MiB are needed, "

@@ -125,6 +125,7 @@ def _key(settings: WorkerSettings, config: EngineConfig, scheduler: type[Schedul
         *(config.fingerprint, scheduler.__name__, settings.dtype, torch.get_num_threads()),
         *(config.chunk_size, config.block_size, config.max_num_seqs, config.capacity),
         *(len(os.sched_getaffinity(0)), platform.node(), _cpu(), torch.__version__),
+        *(settings.kv_dtype, settings.kv_policy, os.environ.get("BATON_KERNELS", "auto")),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

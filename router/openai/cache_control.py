@@ -36,7 +36,7 @@ def parse_cache_control(value: Any, place: str = "") -> int | None:
 def parse_ttl(value: Any, place: str) -> int:
     if value is None:
         return DEFAULT_TTL_S
-    match = re.fullmatch(r"(\d{1,6})([smh])", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"([0-9]{1,6})([smh])", value) if isinstance(value, str) else None
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 1 <= seconds <= MOST_SECONDS:
         raise ValueError(f'{place} must be a time such as "5m" or "1h", at most "24h"')

@@ -15,6 +15,8 @@ from router.admission import QueueFull
 from router.placement import NoWorker
 from router.targets import Unattainable
 
+_SHOWN_CHARS = 200
+
 
 @dataclass
 class ApiError(Exception):
@@ -50,8 +52,9 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 
 def model_not_found(name: str) -> ApiError:
+    shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}…"
     return ApiError(
-        f"The model `{name}` does not exist.", 404, param="model", code="model_not_found"
+        f"The model `{shown}` does not exist.", 404, param="model", code="model_not_found"
     )
 
 

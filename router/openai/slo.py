@@ -17,6 +17,8 @@ from router.openai.errors import ApiError, invalid
 
 MAX_MILLIS = 86_400_000
 MAX_PRIORITY = 100
+_NUMBER = re.compile(r"[0-9]{1,16}(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,3})?")
+"""Of what Python takes for a number, only this: no 1_000, no digits of other scripts."""
 _TENANT = re.compile(r"[!-~]{1,128}")
 
 Millis = Annotated[float, Field(gt=0, le=MAX_MILLIS, allow_inf_nan=False)]
@@ -63,10 +65,7 @@ def _millis(header: Header, name: str) -> float | None:
     text = header(name)
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < value <= MAX_MILLIS:
         raise _wrong(name, f"a number of milliseconds above 0 and at most {MAX_MILLIS}")
     return value
@@ -75,7 +74,7 @@ def _millis(header: Header, name: str) -> float | None:
 def _priority(text: str | None) -> int:
     if text is None:
         return 0
-    if not re.fullmatch(r"[+-]?\d{1,3}", text) or abs(int(text)) > MAX_PRIORITY:
+    if not re.fullmatch(r"[+-]?[0-9]{1,3}", text) or abs(int(text)) > MAX_PRIORITY:
         raise _wrong("x-baton-priority", f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     return int(text)
 

@@ -49,8 +49,9 @@ async def test_a_wrong_slo_is_refused_by_field(
     assert gateway.cluster.calls == 0
 
 
-async def test_a_wrong_header_is_refused_by_name(gateway: RunningGateway) -> None:
-    response = await gateway.post(COMPLETIONS, BODY, headers={"x-baton-ttft-ms": "soon"})
+@pytest.mark.parametrize("text", ["soon", "-5", "nan", "inf", "1_000", "0x10", "1e400", ""])
+async def test_a_wrong_header_is_refused_by_name(gateway: RunningGateway, text: str) -> None:
+    response = await gateway.post(COMPLETIONS, BODY, headers={"x-baton-ttft-ms": text})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "x-baton-ttft-ms"
     assert gateway.cluster.calls == 0

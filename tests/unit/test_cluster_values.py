@@ -1,9 +1,17 @@
 """Sizes, core lists, worker records, backoff."""
 
+from collections.abc import Callable
+
 import pytest
 
 from baton.cluster.registry.backoff import Backoff
-from baton.cluster.values import format_cores, format_size, parse_cores, parse_size
+from baton.cluster.values import (
+    format_cores,
+    format_size,
+    parse_cores,
+    parse_size,
+    parse_targets,
+)
 from baton.cluster.workers import WorkerRecord, new_incarnation
 from tests.support.redis import make_record
 
@@ -94,3 +102,9 @@ def test_backoff_grows_with_jitter_up_to_its_limit_and_starts_small_after_a_succ
     backoff.reset()
     assert backoff.failures == 0
     assert backoff.next_s() <= 0.1
+
+
+@pytest.mark.parametrize("parse", [parse_size, parse_cores, parse_targets])
+def test_digits_are_those_of_ascii(parse: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match=r"a (size|list)"):
+        parse("٣" if parse is not parse_targets else "gold=٣/-")
