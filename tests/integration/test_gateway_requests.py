@@ -419,6 +419,8 @@ async def test_an_unknown_model_is_404_and_known_names_are_listed(gateway: Runni
     assert [entry["id"] for entry in listed] == ["bytes"]
     assert (await gateway.client.get("/v1/models/bytes")).json()["id"] == "bytes"
     assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404
+    long = await gateway.post(CHAT, {"model": "g" * 100_000, "messages": USER_HI})
+    assert long.status_code == 404 and len(long.content) < 1000
 
 
 async def test_wrong_paths_and_methods_are_openai_shaped(gateway: RunningGateway) -> None:
