@@ -2,14 +2,17 @@
 
 The scheme of KIVI (Liu et al., arXiv 2402.02750): a channel of the keys has its outliers for
 every token, so a group of tokens shares a scale per channel; values have no such channels, so
-each token has a scale of its own. A group is a block. Scales and zero points are among the
-block's bytes; nothing outside them is needed to read it.
+each token has a scale of its own. A group is a block. fp8 has the range for all channels of a head
+but few digits, so its keys share a scale per head and have a mean per channel instead (ADR 0038).
+Scales and zero points are among the block's bytes; nothing outside them is needed to read it.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from baton.engine.kv.numbers import Quantized, dequantize, quantize
+from baton.engine.kv.numbers import Quantized, dequantize, quantize, quantize_around_mean
 from baton.engine.kv.quantized_sizes import KINDS, QuantizedSizes
 
 
@@ -21,11 +24,9 @@ class BlockCodec:
 
     def encode(self, kv: Tensor) -> Tensor:
         """(block, row_bytes) uint8; each row depends on its block alone, bit for bit."""
-        kind = self.sizes.kind
-        keys, values = (
-            quantize(kv[:, :, 0].float(), kind, 1),
-            quantize(kv[:, :, 1].float(), kind, 3),
-        )
+        kind, numbers = self.sizes.kind, kv.float()
+        keys = _keys(numbers[:, :, 0], kind)
+        values = quantize(numbers[:, :, 1], kind, 3)
         parts = [keys.scale, values.scale, keys.zero, values.zero, keys.payload, values.payload]
         raw = [p.contiguous().flatten(1).view(torch.uint8) for p in parts if p is not None]
         row_bytes, used = self.sizes.row_bytes, sum(self.sizes.parts)
@@ -35,14 +36,25 @@ class BlockCodec:
     def decode(self, rows: Tensor) -> Tensor:
         """float32 (block, slot, key|value, kv_head, head_dim)."""
         s, n = self.sizes, len(rows)
-        slots = (n, s.block_size, s.num_kv_heads)
-        channels, tokens = (n, 1, s.num_kv_heads, s.head_dim), (*slots, 1)
+        channels, tokens = (n, 1, s.num_kv_heads, s.head_dim), (n, s.block_size, s.num_kv_heads, 1)
+        heads = (n, 1, s.num_kv_heads, 1)
         parts = rows[:, : sum(s.parts)].split(s.parts, dim=1)
-        scales = [part.contiguous().view(torch.float16) for part in parts[:2]]
-        zeros = [part.contiguous().view(torch.int8) for part in parts[2:4]]
-        both = []
-        for index, shape in enumerate((channels, tokens)):
-            zero = zeros[index].view(shape) if s.kind == "int4" else None
-            payload = parts[4 + index].reshape(*slots, s.head_dim * KINDS[s.kind] // 8)
-            both.append(dequantize(Quantized(payload, scales[index].view(shape), zero), s.kind))
-        return torch.stack(both, dim=2)
+        keys = self._numbers(parts[::2], heads if s.kind == "fp8" else channels, channels)
+        return torch.stack((keys, self._numbers(parts[1::2], tokens, tokens)), dim=2)
+
+    def _numbers(
+        self, parts: Sequence[Tensor], scales: tuple[int, ...], zeros: tuple[int, ...]
+    ) -> Tensor:
+        """`parts` are scales, zero points and payload as bytes, then shapes of the first two."""
+        s, (scale, zero, payload) = self.sizes, (part.contiguous() for part in parts)
+        kept = None
+        if zero.shape[1]:
+            kept = zero.view(torch.int8 if s.kind == "int4" else torch.float16).view(zeros)
+        shape = (len(payload), s.block_size, s.num_kv_heads, s.head_dim * KINDS[s.kind] // 8)
+        return dequantize(
+            Quantized(payload.view(shape), scale.view(torch.float16).view(scales), kept), s.kind
+        )
+
+
+def _keys(x: Tensor, kind: str) -> Quantized:
+    return quantize_around_mean(x, 1, 3) if kind == "fp8" else quantize(x, kind, 1)
