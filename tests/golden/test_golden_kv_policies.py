@@ -31,6 +31,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"decode": {"num_blocks": 44}},
     "decode alone": {"prefills": 0, "router": {"decode_prefills": "auto"}},
 }
+PATIENT: dict[str, dict[str, Any]] = {
+    "router": {"queue_timeout_s": 500.0, "prefill_timeout_s": 500.0, "peer_timeout_s": 60.0},
+    "prefill": {"handoff_timeout_s": 60.0, "peer_timeout_s": 60.0},
+    "decode": {"lease_s": 500.0, "peer_timeout_s": 60.0},
+}
+"""All prompts come at once, and quantized ones are computed slowly in fp32."""
 
 
 def offline(model: StoredModel, policy: str, kv_dtype: str) -> LLM:
@@ -60,7 +66,9 @@ async def test_every_way_of_serving_gives_the_offline_tokens(
     # Batches of other shapes round the other way now and then: a step of an int8 value.
     tolerance = LOGPROB_TOLERANCE if kv_dtype == "auto" else 0.05
     for way, values in WAYS.items():
-        async with running_cluster(kv_policy=policy, kv_dtype=kv_dtype, **values) as cluster:
+        roles = {role: patience | values.get(role, {}) for role, patience in PATIENT.items()}
+        settings = {**values, **roles, "kv_policy": policy, "kv_dtype": kv_dtype}
+        async with running_cluster(**settings) as cluster:
             answers = await asyncio.gather(
                 *(cluster.ask(p.path, **p.body, temperature=0, max_tokens=MAX_TOKENS) for p in some)
             )
