@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from baton.engine.sequence import Sequence
 from baton.engine.transfer.base import BlockReader, PayloadLink
 from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, RAW, FramePlan
-from baton.engine.transfer.wire import codecs_of
+from baton.engine.transfer.wire import bytes_per_token, codecs_of
 from baton.v1 import common_pb2
 from prefill_service.wire_policy import LEAST_BYTES, Forecast, Rates, worth_encoding
 
@@ -18,7 +18,8 @@ _COMPUTE = "compute"
 @dataclass(frozen=True)
 class Encoding:
     """Of one hand-off of `seq`. `links` are the rates of its pair of workers, by link and way;
-    `computing` knows how many prompt tokens this worker computes per second."""
+    `computing` knows how many prompt tokens this worker computes per second. `token_bytes` learns,
+    by link, what the hand-off shipped per token."""
 
     choice: str
     offer: common_pb2.TransferOffer
@@ -26,6 +27,7 @@ class Encoding:
     seq: Sequence
     links: Rates
     computing: Rates
+    token_bytes: dict[str, int]
 
     def codec_on(self, link: PayloadLink, held: Collection[int]) -> str:
         """Asked before the first frame on the link; `held` need not be shipped."""
@@ -46,6 +48,7 @@ class Encoding:
     def moved(self, link: PayloadLink, codec: str, num_bytes: int, seconds: float) -> None:
         """A hand-off has ended well; `seconds`: while any of its payloads was on its way."""
         now, steps = time.monotonic(), self.seq.prefill_steps
+        self.token_bytes[link.name] = bytes_per_token(self.reader.layout, codec)
         if num_bytes >= LEAST_BYTES:
             self.links.saw(f"{link.name} {codec}", num_bytes, seconds, now)
         if steps.prefill_tokens:

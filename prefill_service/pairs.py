@@ -84,7 +84,15 @@ class Pairs:
             reader,
             pair,
             self.settings.handoff_timeout_s,
-            Encoding(choice, destination.offer, reader, seq, pair.rates, self._computing),
+            Encoding(
+                choice,
+                destination.offer,
+                reader,
+                seq,
+                pair.rates,
+                self._computing,
+                pair.token_bytes,
+            ),
         )
         pair.senders.add(sender)
         return sender
@@ -127,6 +135,8 @@ class Pair:
         self.incarnation = destination.incarnation
         self.transport = ""
         self.rates = Rates()
+        self.token_bytes: dict[str, int] = {}
+        """That the last hand-off by a link shipped."""
         self.senders = weakref.WeakSet[PushSender]()
         settings = pairs.settings
         self._resting: dict[str, float] = {}
@@ -170,7 +180,8 @@ class Pair:
     def link(self) -> WorkerLink:
         now = time.monotonic()
         resting = tuple(name for name, until in self._resting.items() if until > now)
-        return WorkerLink(self.address, self.transport, resting, self.in_flight_bytes)
+        token_bytes = self.token_bytes.get(self.transport, 0)
+        return WorkerLink(self.address, self.transport, resting, self.in_flight_bytes, token_bytes)
 
     @property
     def in_flight_bytes(self) -> int:

@@ -10,7 +10,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import orjson
@@ -65,12 +65,14 @@ class WorkerLoad:
 @dataclass(frozen=True)
 class WorkerLink:
     """How a prefill worker reaches one decode worker; `degraded` transports have failed and
-    rest until a pause has passed. `in_flight_bytes` are sent and not yet acknowledged."""
+    rest until a pause has passed. `in_flight_bytes` are sent and not yet acknowledged;
+    `token_bytes` is what the last hand-off shipped per token, 0 when there was none."""
 
     peer: str
     transport: str
     degraded: tuple[str, ...] = ()
     in_flight_bytes: int = 0
+    token_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ class WorkerRecord:
     """Names of those that its model and cache can have."""
     profile: tuple[StepTotals, ...] = ()
     """Steps that it measured at its start."""
+
+    @cached_property
+    def link_to(self) -> dict[str, WorkerLink]:
+        """By the decode worker's address."""
+        return {link.peer: link for link in self.links}
 
     def can_hold(self, policy: KVPolicy, num_prompt_tokens: int, num_tokens: int) -> bool:
         """Whether a sequence that grows to `num_tokens` would fit into it if it were alone."""

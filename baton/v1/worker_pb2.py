@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x11\n\x0fGetCacheRequest\"\x9f\x01\n\tCacheInfo\x12\x14\n\x0cknown_blocks\x18\x01 \x01(\r\x12\x13\n\x0bidle_blocks\x18\x02 \x01(\r\x12\x15\n\rpinned_blocks\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x1b\n\x13tenant_quota_blocks\x18\x05 \x01(\r\x12\x1f\n\x04pins\x18\x06 \x03(\x0b\x32\x11.baton.v1.PinInfo\"b\n\x07PinInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x05 \x01(\x02\"\x1a\n\x0cUnpinRequest\x12\n\n\x02id\x18\x01 \x01(\t\"!\n\rUnpinResponse\x12\x10\n\x08unpinned\x18\x01 \x01(\x08\"\x13\n\x11\x46lushCacheRequest\"$\n\x12\x46lushCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"\x10\n\x0eGetInfoRequest\"\xec\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\"\n\x04load\x18\t \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\n \x01(\x0b\x32\x18.baton.v1.WorkerCounters\x12%\n\x05links\x18\x0b \x03(\x0b\x32\x16.baton.v1.TransferLink\x12-\n\x08transfer\x18\x0c \x01(\x0b\x32\x1b.baton.v1.TransferResources\"Z\n\x0cTransferLink\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x03 \x03(\t\x12\x17\n\x0fin_flight_bytes\x18\x04 \x01(\x04\"l\n\x11TransferResources\x12\x14\n\x0ctorch_groups\x18\x01 \x01(\r\x12\x11\n\tshm_bytes\x18\x02 \x01(\x04\x12\x15\n\rstaging_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fin_flight_bytes\x18\x04 \x01(\x04\"\xa1\x01\n\nWorkerLoad\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x1a\n\x12handoffs_in_flight\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x17\n\x0fpromised_blocks\x18\x07 \x01(\r\"\xf1\x02\n\x0eWorkerCounters\x12\x10\n\x08handoffs\x18\x01 \x01(\x04\x12\x17\n\x0fhandoffs_failed\x18\x02 \x01(\x04\x12\x1f\n\x17prefill_tokens_computed\x18\x03 \x01(\x04\x12\x1d\n\x15prefill_tokens_cached\x18\x04 \x01(\x04\x12\x18\n\x10tokens_generated\x18\x05 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x19\n\x11tokens_recomputed\x18\x07 \x01(\x04\x12\x1a\n\x12\x62locks_transferred\x18\x08 \x01(\x04\x12\x19\n\x11\x62ytes_transferred\x18\t \x01(\x04\x12\x16\n\x0etokens_drafted\x18\n \x01(\x04\x12\x17\n\x0ftokens_accepted\x18\x0b \x01(\x04\x12\x15\n\rblocks_reused\x18\x0c \x01(\x04\x12\x16\n\x0e\x62locks_evicted\x18\r \x01(\x04\x12\x13\n\x0bpins_broken\x18\x0e \x01(\x04\"/\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\x12\x0c\n\x04undo\x18\x02 \x01(\x08\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"D\n\x11\x43hangeRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x11\n\ttimeout_s\x18\x02 \x01(\x02\"%\n\x12\x43hangeRoleResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\x85\x03\n\x06Worker\x12\x39\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x14.baton.v1.WorkerInfo\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12G\n\nChangeRole\x12\x1b.baton.v1.ChangeRoleRequest\x1a\x1c.baton.v1.ChangeRoleResponse\x12:\n\x08GetCache\x12\x19.baton.v1.GetCacheRequest\x1a\x13.baton.v1.CacheInfo\x12\x38\n\x05Unpin\x12\x16.baton.v1.UnpinRequest\x1a\x17.baton.v1.UnpinResponse\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x11\n\x0fGetCacheRequest\"\x9f\x01\n\tCacheInfo\x12\x14\n\x0cknown_blocks\x18\x01 \x01(\r\x12\x13\n\x0bidle_blocks\x18\x02 \x01(\r\x12\x15\n\rpinned_blocks\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x1b\n\x13tenant_quota_blocks\x18\x05 \x01(\r\x12\x1f\n\x04pins\x18\x06 \x03(\x0b\x32\x11.baton.v1.PinInfo\"b\n\x07PinInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x05 \x01(\x02\"\x1a\n\x0cUnpinRequest\x12\n\n\x02id\x18\x01 \x01(\t\"!\n\rUnpinResponse\x12\x10\n\x08unpinned\x18\x01 \x01(\x08\"\x13\n\x11\x46lushCacheRequest\"$\n\x12\x46lushCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"\x10\n\x0eGetInfoRequest\"\xec\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.baton.v1.KVLayout\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\"\n\x04load\x18\t \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\n \x01(\x0b\x32\x18.baton.v1.WorkerCounters\x12%\n\x05links\x18\x0b \x03(\x0b\x32\x16.baton.v1.TransferLink\x12-\n\x08transfer\x18\x0c \x01(\x0b\x32\x1b.baton.v1.TransferResources\"o\n\x0cTransferLink\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x03 \x03(\t\x12\x17\n\x0fin_flight_bytes\x18\x04 \x01(\x04\x12\x13\n\x0btoken_bytes\x18\x05 \x01(\x04\"l\n\x11TransferResources\x12\x14\n\x0ctorch_groups\x18\x01 \x01(\r\x12\x11\n\tshm_bytes\x18\x02 \x01(\x04\x12\x15\n\rstaging_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fin_flight_bytes\x18\x04 \x01(\x04\"\xa1\x01\n\nWorkerLoad\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x1a\n\x12handoffs_in_flight\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x17\n\x0fpromised_blocks\x18\x07 \x01(\r\"\xf1\x02\n\x0eWorkerCounters\x12\x10\n\x08handoffs\x18\x01 \x01(\x04\x12\x17\n\x0fhandoffs_failed\x18\x02 \x01(\x04\x12\x1f\n\x17prefill_tokens_computed\x18\x03 \x01(\x04\x12\x1d\n\x15prefill_tokens_cached\x18\x04 \x01(\x04\x12\x18\n\x10tokens_generated\x18\x05 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x19\n\x11tokens_recomputed\x18\x07 \x01(\x04\x12\x1a\n\x12\x62locks_transferred\x18\x08 \x01(\x04\x12\x19\n\x11\x62ytes_transferred\x18\t \x01(\x04\x12\x16\n\x0etokens_drafted\x18\n \x01(\x04\x12\x17\n\x0ftokens_accepted\x18\x0b \x01(\x04\x12\x15\n\rblocks_reused\x18\x0c \x01(\x04\x12\x16\n\x0e\x62locks_evicted\x18\r \x01(\x04\x12\x13\n\x0bpins_broken\x18\x0e \x01(\x04\"/\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\x12\x0c\n\x04undo\x18\x02 \x01(\x08\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"D\n\x11\x43hangeRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x11\n\ttimeout_s\x18\x02 \x01(\x02\"%\n\x12\x43hangeRoleResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\x85\x03\n\x06Worker\x12\x39\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x14.baton.v1.WorkerInfo\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12G\n\nChangeRole\x12\x1b.baton.v1.ChangeRoleRequest\x1a\x1c.baton.v1.ChangeRoleResponse\x12:\n\x08GetCache\x12\x19.baton.v1.GetCacheRequest\x1a\x13.baton.v1.CacheInfo\x12\x38\n\x05Unpin\x12\x16.baton.v1.UnpinRequest\x1a\x17.baton.v1.UnpinResponse\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1776
-  _globals['_ROLE']._serialized_end=1839
+  _globals['_ROLE']._serialized_start=1797
+  _globals['_ROLE']._serialized_end=1860
   _globals['_GETCACHEREQUEST']._serialized_start=58
   _globals['_GETCACHEREQUEST']._serialized_end=75
   _globals['_CACHEINFO']._serialized_start=78
@@ -53,21 +53,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERINFO']._serialized_start=480
   _globals['_WORKERINFO']._serialized_end=844
   _globals['_TRANSFERLINK']._serialized_start=846
-  _globals['_TRANSFERLINK']._serialized_end=936
-  _globals['_TRANSFERRESOURCES']._serialized_start=938
-  _globals['_TRANSFERRESOURCES']._serialized_end=1046
-  _globals['_WORKERLOAD']._serialized_start=1049
-  _globals['_WORKERLOAD']._serialized_end=1210
-  _globals['_WORKERCOUNTERS']._serialized_start=1213
-  _globals['_WORKERCOUNTERS']._serialized_end=1582
-  _globals['_DRAINREQUEST']._serialized_start=1584
-  _globals['_DRAINREQUEST']._serialized_end=1631
-  _globals['_DRAINRESPONSE']._serialized_start=1633
-  _globals['_DRAINRESPONSE']._serialized_end=1665
-  _globals['_CHANGEROLEREQUEST']._serialized_start=1667
-  _globals['_CHANGEROLEREQUEST']._serialized_end=1735
-  _globals['_CHANGEROLERESPONSE']._serialized_start=1737
-  _globals['_CHANGEROLERESPONSE']._serialized_end=1774
-  _globals['_WORKER']._serialized_start=1842
-  _globals['_WORKER']._serialized_end=2231
+  _globals['_TRANSFERLINK']._serialized_end=957
+  _globals['_TRANSFERRESOURCES']._serialized_start=959
+  _globals['_TRANSFERRESOURCES']._serialized_end=1067
+  _globals['_WORKERLOAD']._serialized_start=1070
+  _globals['_WORKERLOAD']._serialized_end=1231
+  _globals['_WORKERCOUNTERS']._serialized_start=1234
+  _globals['_WORKERCOUNTERS']._serialized_end=1603
+  _globals['_DRAINREQUEST']._serialized_start=1605
+  _globals['_DRAINREQUEST']._serialized_end=1652
+  _globals['_DRAINRESPONSE']._serialized_start=1654
+  _globals['_DRAINRESPONSE']._serialized_end=1686
+  _globals['_CHANGEROLEREQUEST']._serialized_start=1688
+  _globals['_CHANGEROLEREQUEST']._serialized_end=1756
+  _globals['_CHANGEROLERESPONSE']._serialized_start=1758
+  _globals['_CHANGEROLERESPONSE']._serialized_end=1795
+  _globals['_WORKER']._serialized_start=1863
+  _globals['_WORKER']._serialized_end=2252
 # @@protoc_insertion_point(module_scope)

@@ -106,16 +106,18 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., links: _Optional[_Iterable[_Union[TransferLink, _Mapping]]] = ..., transfer: _Optional[_Union[TransferResources, _Mapping]] = ...) -> None: ...
 
 class TransferLink(_message.Message):
-    __slots__ = ("peer", "transport", "degraded", "in_flight_bytes")
+    __slots__ = ("peer", "transport", "degraded", "in_flight_bytes", "token_bytes")
     PEER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     peer: str
     transport: str
     degraded: _containers.RepeatedScalarFieldContainer[str]
     in_flight_bytes: int
-    def __init__(self, peer: _Optional[str] = ..., transport: _Optional[str] = ..., degraded: _Optional[_Iterable[str]] = ..., in_flight_bytes: _Optional[int] = ...) -> None: ...
+    token_bytes: int
+    def __init__(self, peer: _Optional[str] = ..., transport: _Optional[str] = ..., degraded: _Optional[_Iterable[str]] = ..., in_flight_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class TransferResources(_message.Message):
     __slots__ = ("torch_groups", "shm_bytes", "staging_bytes", "in_flight_bytes")

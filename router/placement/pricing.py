@@ -2,12 +2,12 @@
 
 import math
 
-from baton.cluster.workers import KVLayout
+from baton.cluster.workers import WorkerRecord
 from router.placement.cost import Cost
 from router.placement.facts import Candidate, RequestFacts
 from router.predictor import Predictor
 
-BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "int4": 0.5}
 
 
 class Pricing:
@@ -92,15 +92,19 @@ class Pricing:
         before, after = self.steps_s(decode)
         uncached, total = self.uncached(prefill), self._request.num_prompt_tokens
         missing = max(self.kept(decode.record.layout.block_size) - decode.cached_tokens, 1)
-        token_bytes = bytes_per_token(decode.record.layout)
-        # What earlier chunks computed has been sent beside the computing of later ones.
-        exposed = min(missing, uncached, prefill.record.chunk_size) * token_bytes
+        token_bytes = shipped_per_token(prefill.record, decode.record)
+        # What earlier chunks computed has been sent beside the computing of later ones, unless a
+        # policy drops some of it in the end.
+        whole = self.kept(decode.record.layout.block_size) < total
+        exposed = missing if whole else min(missing, uncached, prefill.record.chunk_size)
         return Cost(
             waited_s=self._request.waited_s,
             admit_s=self._predictor.admit_s,
             queue_s=self.queue_s(prefill),
             prefill_s=self.prefill_s(prefill),
-            transfer_s=self._predictor.transfer_s(prefill.record, decode.record, exposed),
+            transfer_s=self._predictor.transfer_s(
+                prefill.record, decode.record, exposed * token_bytes
+            ),
             step_s=after,
             output_tokens=self._output,
             others=decode.requests,
@@ -109,7 +113,7 @@ class Pricing:
             harm_s=self.decode_harm_s(decode),
             cached_tokens=total - uncached,
             uncached_tokens=uncached,
-            transfer_bytes=missing * token_bytes,
+            transfer_bytes=round(missing * token_bytes),
             free_blocks=decode.free_blocks,
             ahead=prefill.requests + decode.requests,
         )
@@ -146,7 +150,11 @@ def _mixed_steps(decode: Candidate, uncached: int) -> int:
     return -(-uncached // max(decode.record.chunk_size - decode.requests, 1))
 
 
-def bytes_per_token(layout: KVLayout) -> int:
-    """Keys and values of all layers."""
+def shipped_per_token(prefill: WorkerRecord, decode: WorkerRecord) -> float:
+    """Bytes, as the pair's last hand-off was encoded; else as prefill's cache holds them, scales
+    not counted."""
+    link, layout = prefill.link_to.get(decode.address), prefill.layout
+    if link is not None and link.token_bytes:
+        return link.token_bytes
     values = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
-    return values * BYTES_PER_VALUE.get(layout.dtype, 2)
+    return values * BYTES_PER_VALUE.get(layout.dtype.partition("/")[0], 2)

@@ -104,9 +104,8 @@ class Predictor:
         """From the first token to the committed hand-off, `num_bytes` being left to send."""
         if num_bytes <= 0:
             return 0.0
-        transport = next(
-            (link.transport for link in prefill.links if link.peer == decode.address), ""
-        )
+        link = prefill.link_to.get(decode.address)
+        transport = link.transport if link else ""
         model = self._links.get((prefill.worker_id, decode.worker_id, transport), self._all_links)
         return (model if model.trained else self._all_links).predict((1, num_bytes))
 

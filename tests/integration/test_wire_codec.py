@@ -112,6 +112,8 @@ async def test_tokens_are_those_of_the_prompts_kv_through_the_codec_into_that_ca
             assert sent(served) == prefill_bytes(length, codec)
         await prefill.wait_idle()
         await decode.wait_idle()
+        (link,) = prefill.status.record().links
+        assert link.token_bytes == prefill_bytes(BLOCK, codec) // BLOCK
         assert decode.status.activity.transfers.bytes == sum(
             prefill_bytes(length, codec) for length in LENGTHS
         )

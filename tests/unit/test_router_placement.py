@@ -7,7 +7,8 @@ import math
 import pytest
 
 import router.placement as placement
-from baton.cluster.workers import WorkerLoad
+from baton.cluster.workers import WorkerLink, WorkerLoad
+from baton.kv_policy import parse_policy
 from router.placement import POLICIES, Candidate, NoRoom, NoWorker, Plan, RequestFacts, Rules, place
 from router.predictor import Predictor
 from router.targets import Targets
@@ -274,6 +275,36 @@ def test_an_exposed_transfer_is_charged_to_the_pair_that_pays_it() -> None:
     chosen = plan(p, far, near, predictor=predictor)
     assert names(chosen)[1] == "near"
     assert 0 < chosen.cost.transfer_s < 0.01
+
+
+def test_a_hand_off_is_priced_in_the_bytes_that_it_ships() -> None:
+    """Raw bytes of decode's cache made an encoded or a quantized hand-off look twice as long."""
+    encoded = prefill(links=(WorkerLink("d:1", "grpc", token_bytes=7),))
+    assert plan(encoded, decode()).cost.transfer_bytes == 7 * 100
+    quantized = dataclasses.replace(LAYOUT, dtype="int8/float32")
+    values = 100 * 2 * LAYOUT.num_layers * LAYOUT.num_kv_heads * LAYOUT.head_dim
+    for ours, theirs, num_bytes in (
+        (LAYOUT, LAYOUT, 4 * values),
+        (LAYOUT, quantized, 4 * values),  # decode encodes what comes plain
+        (quantized, quantized, values),
+    ):
+        unknown = plan(prefill(layout=ours), decode(layout=theirs))
+        assert unknown.cost.transfer_bytes == num_bytes
+
+
+def test_what_a_policy_leaves_of_a_prompt_is_sent_after_the_first_token() -> None:
+    predictor, p, d = Predictor(), prefill(chunk_size=64), decode()
+    for sent in (10_000, 100_000):
+        predictor.saw_transfer(p.record, d.record, "", sent, sent / 1e6)
+    cost = plan(p, d, facts=RequestFacts(1000, 50, 1), predictor=predictor).cost
+    assert cost.transfer_bytes == 128 * 1000 and cost.transfer_s == pytest.approx(
+        128 * 64 / 1e6, rel=0.01
+    )
+    dropping = RequestFacts(1000, 50, 1, kv_policy=parse_policy("snapkv(budget=0.25)"))
+    cost = plan(p, d, facts=dropping, predictor=predictor).cost
+    assert cost.transfer_bytes == 128 * 250 and cost.transfer_s == pytest.approx(
+        128 * 250 / 1e6, rel=0.01
+    )
 
 
 def test_a_worker_whose_drafts_are_right_keeps_a_target_that_its_steps_alone_would_miss() -> None:

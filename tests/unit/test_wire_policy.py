@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.engine.kv.quantized_sizes import QuantizedSizes
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ def encoding(
     offer = common_pb2.TransferOffer(codecs=codecs)
     offer.layout.dtype = dtype
     reader = SequenceReader(KVCache(layout, 64), seq)
-    return Encoding(choice, offer, reader, seq, Rates(), Rates())
+    return Encoding(choice, offer, reader, seq, Rates(), Rates(), {})
 
 
 def test_auto_encodes_on_a_slow_link_and_not_on_a_fast_or_an_unknown_one() -> None:
@@ -88,6 +89,14 @@ def test_auto_encodes_on_a_slow_link_and_not_on_a_fast_or_an_unknown_one() -> No
     small = encoding()
     small.moved(Link(), RAW, 1000, 1.0)  # latency, no rate
     assert small.codec_on(Link(), ()) == RAW
+
+
+def test_a_hand_off_tells_how_many_bytes_it_shipped_per_token() -> None:
+    auto = encoding()
+    auto.moved(Link(), RAW, 4 * MB, 0.004)
+    assert auto.token_bytes == {"grpc": 8 * 2 * 4 * 64 * 2}
+    auto.moved(Link(), "int4", MB, 0.001)
+    assert auto.token_bytes == {"grpc": 8 * QuantizedSizes("int4", 16, 4, 64).row_bytes // 16}
 
 
 def test_auto_takes_the_codec_of_a_quantized_cache_and_encodes_nothing_that_is_held() -> None:

@@ -35,6 +35,15 @@ def codecs_of(layout: KVLayout) -> tuple[str, ...]:
     return tuple(KINDS)
 
 
+def bytes_per_token(layout: KVLayout, codec: str) -> int:
+    """Of full blocks on their way."""
+    return (layout if codec == RAW else _encoded(layout, codec)).bytes_per_token
+
+
+def _encoded(layout: KVLayout, kind: str) -> KVLayout:
+    return replace(layout, dtype=f"{kind}/{layout.compute_dtype}")
+
+
 class WireForm:
     """Of the hand-off of one sequence. `layout` is the sender's, in blocks of the hand-off;
     `num_full` blocks at the beginning are full."""
@@ -87,6 +96,6 @@ class WireForm:
         return BlockCodec(self._sizes(kind))
 
     def _sizes(self, kind: str) -> QuantizedSizes:
-        sizes = replace(self.layout, dtype=f"{kind}/{self.layout.compute_dtype}").quantized
+        sizes = _encoded(self.layout, kind).quantized
         assert sizes is not None
         return sizes
