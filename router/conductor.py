@@ -11,6 +11,7 @@ finish reason is always a worker's or a stop string's, never made up here.
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from baton.cluster.errors import WorkerUnavailable
@@ -343,13 +344,16 @@ class Conductor:
 
     async def _confirm(self, leg: Leg, hold: Hold, served: Served) -> None:
         """Raises Outrun when another router has just loaded the same workers, but not for ever."""
-        plan = hold.plan
-        with timed(leg.job.trail, "placement"):
+        with timed(leg.job.trail, "placement"), self._expecting(leg, hold.plan):
             if served.outrun < MAX_OUTRUN and not await hold.confirmed():
                 raise Outrun
-        if self.index is not None:
-            decode = None if leg.ships_less and plan.prefill else plan.decode
-            self.index.expect(leg.blocks, [w for w in (plan.prefill, decode) if w])
+
+    def _expecting(self, leg: Leg, plan: Plan) -> AbstractContextManager[None]:
+        """Who asks where the prompt will be cached is told so from now on."""
+        if self.index is None:
+            return nullcontext()
+        decode = None if leg.ships_less and plan.prefill else plan.decode
+        return self.index.expecting(leg.blocks, [w for w in (plan.prefill, decode) if w])
 
     async def _find(self, leg: Leg, full: set[str], matches: PrefixMatches) -> Plan:
         """Workers not yet found full; after a failure other ones, or a revived one. A router that

@@ -43,6 +43,14 @@ class Pricing:
             self._prefills[key] = self._predictor.prefill_s(prefill.record, uncached, cached)
         return self._prefills[key]
 
+    def saved_s(self, candidate: Candidate) -> float:
+        """What the worker's cache spares it of the prompt."""
+        predict_s, prompt = self._predictor.prefill_s, self._request.num_prompt_tokens
+        left = self.uncached(candidate)
+        return predict_s(candidate.record, prompt) - predict_s(
+            candidate.record, left, prompt - left
+        )
+
     def steps_s(self, decode: Candidate) -> tuple[float, float]:
         """Time per token of each sequence there without this request (0 when idle) and with it."""
         key = decode.record.worker_id

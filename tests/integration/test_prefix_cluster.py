@@ -1,7 +1,10 @@
 """What the index says of real workers is what they then find in their caches."""
 
 import asyncio
+import random
+import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -9,7 +12,8 @@ from baton.cluster.prefix_index import PrefixIndex, PrefixMatches, PrefixStore, 
 from baton.cluster.redis_link import RedisLink
 from baton.cluster.workers import Role, WorkerRecord
 from baton.store import StoredModel
-from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
+from tests.integration.test_cluster_ledger import body, prompt
+from tests.support.cluster import COMPLETIONS, Cluster, ClusterWorker, running_cluster
 from tests.support.redis import eventually, until, until_equal
 
 PROMPT = list(range(20, 120))  # 6 full blocks of 16 and a rest
@@ -144,3 +148,37 @@ async def test_a_restarted_worker_is_not_taken_for_the_one_that_had_the_prefix(
         await until_equal(holders, {"decode-0"})
         assert (await cluster.ask(COMPLETIONS, **body)).num_cached == 0
         assert (await cluster.ask(COMPLETIONS, **body)).num_cached == 96
+
+
+def slow_down(worker: ClusterWorker, token_s: float) -> None:
+    """Each token that the worker computes takes so much longer."""
+    runner = worker.parts.engine._runner
+    run = runner.run
+
+    def run_slowly(batch: Any) -> Any:
+        time.sleep(token_s * sum(item.num_new_tokens for item in batch.items))
+        return run(batch)
+
+    runner.run = run_slowly
+
+
+async def test_a_prompt_asked_for_many_times_at_once_is_computed_once(
+    tiny_chat: StoredModel,
+) -> None:
+    """Who comes while it is being computed waits for that, rather than computing it elsewhere."""
+    rng = random.Random(1)
+    async with running_cluster(tiny_chat, prefills=2) as cluster:
+        index = cluster.gateway.shared.index
+        assert index is not None
+        index._lookup_timeout_s = 2.0  # a busy machine must not decide
+        for worker in cluster.prefills:
+            slow_down(worker, 0.002)
+        for length in (30, 60, 90, 120):  # the router learns what a prompt takes
+            await cluster.ask(COMPLETIONS, **body(prompt(rng, length)))
+        before = await cluster.totals(cluster.prefills)
+        same = body(prompt(rng, 400))
+        answers = await asyncio.gather(*(cluster.ask(COMPLETIONS, **same) for _ in range(6)))
+        after = await cluster.totals(cluster.prefills)
+    assert sorted(answer.num_cached for answer in answers) == [0] + [384] * 5
+    computed = after.prefill_tokens_computed - before.prefill_tokens_computed
+    assert computed == 400 + 5 * 16

@@ -174,7 +174,7 @@ async def test_blocks_of_a_routed_request_count_at_once_and_expire_if_they_never
     chosen, _ = await cluster.add("prefill-0"), await cluster.add("prefill-1")
     prompt = prompt_of(12)
     await cluster.until_held(prompt, 0, 0)
-    cluster.index.expect(prompt, [chosen.record])
+    cluster.route(prompt, chosen)
     await until_equal(lambda: cluster.expected(prompt), [12, 0])
     assert await cluster.held(prompt) == [0, 0]
     sibling = type(prompt)([*prompt._token_ids[:100], *range(500)])
@@ -185,6 +185,25 @@ async def test_blocks_of_a_routed_request_count_at_once_and_expire_if_they_never
         assert 0 < await client.ttl(key) <= 2 * PERIOD_S
         await client.pexpire(key, 1)
     await until_equal(lambda: cluster.expected(prompt), [0, 0])
+
+
+async def test_a_prompt_that_is_being_placed_counts_before_redis_knows_of_it(
+    cluster: IndexedCluster,
+) -> None:
+    chosen, prompt = await cluster.add("prefill-0"), prompt_of(12)
+    await cluster.until_held(prompt, 0)
+    with cluster.index.expecting(prompt, [chosen.record]):
+        assert await cluster.expected(prompt) == [12]
+        assert await cluster.expected(prompt_of(12, seed=1)) == [0]
+    assert await cluster.expected(prompt) == [12]
+
+
+async def test_a_choice_that_is_taken_back_counts_no_more(cluster: IndexedCluster) -> None:
+    chosen, prompt = await cluster.add("prefill-0"), prompt_of(12)
+    await cluster.until_held(prompt, 0)
+    with pytest.raises(LookupError), cluster.index.expecting(prompt, [chosen.record]):
+        raise LookupError("another router was quicker")
+    assert await cluster.expected(prompt) == [0]
 
 
 async def test_prompts_of_one_key_are_drawn_to_one_worker_until_something_is_cached(
@@ -210,7 +229,7 @@ async def test_predictions_for_one_worker_are_bounded_by_what_it_can_hold(
 ) -> None:
     worker = await cluster.add(num_blocks=30)
     for seed in range(50):
-        cluster.index.expect(prompt_of(10, seed), [worker.record])
+        cluster.route(prompt_of(10, seed), worker)
 
     async def noted() -> int:
         keys = await client.keys("{baton}:coming:*:*")
@@ -288,7 +307,7 @@ async def test_a_redis_that_takes_no_writes_forgets_and_then_learns_again(
     await cluster.until_held(prompt, 5)
     await client.execute_command(*break_it)
     worker.store(prompt)
-    cluster.index.expect(prompt, [worker.record])
+    cluster.route(prompt, worker)
     # The lease cannot be renewed with what is true, so what is no longer vouched for ends.
     await cluster.until_held(prompt, 0)
     assert cluster.index.healthy
@@ -303,7 +322,7 @@ async def test_the_index_works_in_a_redis_cluster(tmp_path: Path) -> None:
         worker.store(prompt, 4)
         # The first call reads the cluster's map, which may take longer than a look-up waits.
         await cluster.until_held(prompt, 4)
-        cluster.index.expect(prompt, [worker.record])
+        cluster.route(prompt, worker)
         await until_equal(lambda: cluster.expected(prompt), [10])
 
 

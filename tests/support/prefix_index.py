@@ -92,6 +92,10 @@ class IndexedCluster:
         self.workers.append(PublishingWorker(made, cache, publisher))
         return self.workers[-1]
 
+    def route(self, prompt: PromptBlocks, worker: PublishingWorker) -> None:
+        with self.index.expecting(prompt, [worker.record]):
+            return
+
     async def held(self, prompt: PromptBlocks) -> list[int]:
         """Blocks by worker, in the order in which they were added."""
         records = [worker.record for worker in self.workers]

@@ -4,9 +4,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+from itertools import accumulate, takewhile
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.block_hash import block_hash, root_hash
 from baton.cluster.prefix_index import PrefixMatches, PromptBlocks
+from baton.cluster.prefix_index.notes import Note, Notes, common_blocks
 from baton.cluster.rendezvous import rendezvous
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import Sequence
@@ -117,3 +122,25 @@ def test_hashes_do_not_depend_on_the_process() -> None:
         for seed in ("1", "2")
     }
     assert len(said) == 1
+
+
+def test_notes_are_unknown_to_who_asked_before_they_were_told() -> None:
+    notes, note = Notes(limit=3), Note(("w", "1"), 8, [b"a"])
+    for _ in range(2):
+        with notes.proposed([note]):
+            assert list(notes.unknown(notes.given)) == [note]
+    assert [len(notes.since(number)) for number in (0, 1, 2)] == [2, 1, 0]
+    notes.told = 2
+    assert not list(notes.unknown(notes.told)) and list(notes.unknown(1)) == [note]
+    with notes.proposed([note, note]):
+        pass
+    assert len(notes.since(0)) == 3  # bounded
+
+
+@given(st.lists(st.sampled_from([b"a", b"b"])), st.lists(st.sampled_from([b"a", b"b"])))
+def test_chains_share_what_comes_before_their_first_difference(
+    one: list[bytes], other: list[bytes]
+) -> None:
+    chains = [list(accumulate(tokens)) for tokens in (one, other)]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    assert common_blocks(*chains) == len(list(alike))

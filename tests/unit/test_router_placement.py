@@ -251,6 +251,19 @@ def test_a_long_prompt_waits_for_prefill_rather_than_stall_a_full_batch() -> Non
         )
 
 
+def test_a_prompt_waits_for_its_twin_where_computing_it_elsewhere_takes_longer() -> None:
+    """1 s of work is ahead of it, 1 s of its own is done there for the other one."""
+    facts, rules = RequestFacts(1000, 50, 1), Rules(decode_prefills="never", backlog_s=0.25)
+    twin = {"requests": 1, "tokens": 1000, "cached_tokens": 992}
+    workers = prefill("idle"), decode()
+    assert names(plan(prefill("twin", **twin), *workers, facts=facts, rules=rules))[0] == "twin"
+    crowd = {**twin, "tokens": 1400}
+    assert names(plan(prefill("twin", **crowd), *workers, facts=facts, rules=rules))[0] == "idle"
+    other = {**twin, "cached_tokens": 0}
+    with pytest.raises(NoRoom, match="prefill"):
+        plan(prefill("other", **other), decode(), facts=facts, rules=rules)
+
+
 def test_prompts_do_not_queue_up_at_a_decode_worker() -> None:
     auto = Rules(decode_prefills="auto", backlog_s=0.1)
     waiting = decode("d1", 3, 900, prefilling=(2, 300))

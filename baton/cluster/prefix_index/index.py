@@ -6,12 +6,12 @@ rendezvous hashing. What a routed request will create is noted in the background
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.prefix_index.matches import PrefixMatches, WorkerKey, key_of
+from baton.cluster.prefix_index.notes import Note, Notes, common_blocks
 from baton.cluster.prefix_index.prompt_blocks import PromptBlocks
 from baton.cluster.prefix_index.store import PrefixStore, parse_leading
 from baton.cluster.redis_link import RedisLink
@@ -19,7 +19,6 @@ from baton.cluster.workers import KVLayout, WorkerRecord
 
 LOOKUP_TIMEOUT_S = 0.03
 EXPECT_TIMEOUT_S = 0.5
-MAX_NOTES = 256
 
 _Group = tuple[Sequence[bytes], list[WorkerKey]]
 
@@ -33,7 +32,7 @@ class PrefixIndex:
         self._link = link
         self._store = store
         self._lookup_timeout_s = lookup_timeout_s
-        self._notes: deque[tuple[WorkerKey, int, Sequence[bytes]]] = deque(maxlen=MAX_NOTES)
+        self._notes = Notes()
         self._noted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -46,28 +45,34 @@ class PrefixIndex:
         groups = _group(prompt, workers)
         if not groups:
             return PrefixMatches(available=self.healthy)
+        told = self._notes.told
         try:
             found: bytes = await self._link.call(
                 lambda: self._store.leading(groups), self._lookup_timeout_s
             )
         except RegistryUnavailable:
             return PrefixMatches.guessed(prompt, workers)
-        keys = [key for _, keys in groups for key in keys]
-        pairs = list(zip(keys, parse_leading(found), strict=True))
+        hashes_of = {key: hashes for hashes, keys in groups for key in keys}
+        pairs = list(zip(hashes_of, parse_leading(found), strict=True))
         held = {key: held for key, (held, _) in pairs if held}
         coming = {key: coming for key, (_, coming) in pairs if coming}
+        for note in self._notes.unknown(told):
+            if shared := common_blocks(hashes_of.get(note.worker, ()), note.hashes):
+                coming[note.worker] = max(shared, coming.get(note.worker, 0))
         if prompt.cache_key and not held and not coming:
             # As much as makes the difference between workers that are otherwise alike.
             coming = dict.fromkeys(PrefixMatches.guessed(prompt, workers).coming, 1)
         return PrefixMatches(held=held, coming=coming)
 
-    def expect(self, prompt: PromptBlocks, workers: Iterable[WorkerRecord]) -> None:
-        """A request was routed to `workers`: its prompt's blocks count there from now on, for a
-        while, whether or not they come. When many wait to be sent the oldest are forgotten."""
-        for worker in workers:
-            if hashes := prompt.hashes(worker.layout):
-                self._notes.append((key_of(worker), worker.num_blocks, hashes))
-                self._noted.set()
+    @contextlib.contextmanager
+    def expecting(self, prompt: PromptBlocks, workers: Iterable[WorkerRecord]) -> Iterator[None]:
+        """A request is routed to `workers`: its prompt's blocks count there from now on, for a
+        while, whether or not they come; not any more when an exception ends the context. When many
+        wait to be sent the oldest are forgotten."""
+        chains = [(worker, prompt.hashes(worker.layout)) for worker in workers]
+        with self._notes.proposed([Note(key_of(w), w.num_blocks, h) for w, h in chains if h]):
+            yield
+        self._noted.set()
 
     async def start(self) -> None:
         self._task = background(self._send(), name="prefix-expect")
@@ -81,9 +86,10 @@ class PrefixIndex:
         while True:
             await self._noted.wait()
             self._noted.clear()
-            notes, self._notes = list(self._notes), deque(maxlen=MAX_NOTES)
+            notes, given = self._notes.since(self._notes.told), self._notes.given
             with contextlib.suppress(RegistryUnavailable):  # only a prediction: nobody misses it
                 await self._link.call(lambda n=notes: self._store.expect(n), EXPECT_TIMEOUT_S)  # type: ignore[misc]
+            self._notes.told = given
 
 
 def _group(prompt: PromptBlocks, workers: Sequence[WorkerRecord]) -> list[_Group]:
