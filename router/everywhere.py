@@ -1,11 +1,14 @@
 """What all routers of the cluster have served, whichever of them is asked.
 
 Behind one port or one Service, a client reaches any of several routers. Each holds its own ended
-requests; the asked one gathers what the others hold and says who did not answer.
+requests; the asked one gathers what the others hold and says who did not answer. What grows with
+the window is made and read on a thread, since the event loop streams tokens meanwhile.
 """
 
+import asyncio
 import heapq
 import time
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -35,10 +38,7 @@ class Everywhere:
     async def slots(self, window_s: float) -> Slots:
         """Of the last `window_s` seconds, in order of time."""
         told = await self._ask(kind="slots", window_s=window_s)
-        others = {
-            router: [Slot.from_json(raw) for raw in answer]
-            for router, answer in told.answers.items()
-        }
+        others = await asyncio.to_thread(_read_slots, told.answers)
         return Slots({self._id: self._slots(window_s), **others}, told.missing)
 
     async def recent(
@@ -62,11 +62,11 @@ class Everywhere:
     async def _ask(self, **question: Any) -> Told:
         return Told() if self._bus is None else await self._bus.ask(question)
 
-    def _answer(self, question: dict[str, Any]) -> Any:
+    async def _answer(self, question: dict[str, Any]) -> Any:
         """Another router's question. Raises ValueError for one of a version that we do not know."""
         match question:
             case {"kind": "slots", "window_s": window_s}:
-                return [slot.as_json() for slot in self._slots(window_s)]
+                return await asyncio.to_thread(slots_as_json, self._slots(window_s))
             case {"kind": "recent", "limit": limit, "tenant": tenant}:
                 return self._recent(limit, tenant)
             case {"kind": "find", "name": name}:
@@ -79,3 +79,11 @@ class Everywhere:
     def _recent(self, limit: int, tenant: str | None) -> list[dict[str, Any]]:
         seen = (led for led in self._ledgers.recent if tenant is None or led.tenant == tenant)
         return [ledger.summary() for ledger in islice(seen, limit)]
+
+
+def slots_as_json(slots: Iterable[Slot]) -> list[dict[str, Any]]:
+    return [slot.as_json() for slot in slots]
+
+
+def _read_slots(answers: Mapping[str, Any]) -> dict[str, list[Slot]]:
+    return {router: list(map(Slot.from_json, slots)) for router, slots in answers.items()}

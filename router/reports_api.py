@@ -1,5 +1,6 @@
 """`GET /v1/reports`: figures over the requests of the last hour, filtered; or the raw slots."""
 
+import asyncio
 import time
 from typing import Annotated
 
@@ -8,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from baton.cluster.reports import Filters, build_report
 from baton.cluster.reports.window import SPAN_S, merged
 from router.access.caller import Caller, request_caller
+from router.everywhere import Slots, slots_as_json
 from router.gateway import Gateway
 from router.responses import json_response
 
@@ -31,16 +33,25 @@ def reports_api(gateway: Gateway) -> APIRouter:
         found, now = await gateway.everywhere.slots(window), time.time()
         if not caller.admin:
             tenant, raw = caller.tenant(tenant), False
+        # On a thread: thousands of sketches take longer than a token may wait.
         if raw:
-            routers = [
-                {"id": router, "slots": [slot.as_json() for slot in slots]}
-                for router, slots in found.by_router.items()
-            ]
-            return json_response({"now": now, "routers": routers, "missing": found.missing})
-        slots = [slot for of_one in found.by_router.values() for slot in of_one]
-        if len(found.by_router) > 1:
-            slots = merged(slots)
-        shown = build_report(slots, Filters(model, tenant, worker), now)
-        return json_response({**shown, "routers": len(found.by_router), "missing": found.missing})
+            return await asyncio.to_thread(_raw, found, now)
+        filters = Filters(model, tenant, worker)
+        return await asyncio.to_thread(_report, found, filters, now)
 
     return api
+
+
+def _raw(found: Slots, now: float) -> Response:
+    routers = [
+        {"id": router, "slots": slots_as_json(slots)} for router, slots in found.by_router.items()
+    ]
+    return json_response({"now": now, "routers": routers, "missing": found.missing})
+
+
+def _report(found: Slots, filters: Filters, now: float) -> Response:
+    slots = [slot for of_one in found.by_router.values() for slot in of_one]
+    if len(found.by_router) > 1:
+        slots = merged(slots)
+    shown = build_report(slots, filters, now)
+    return json_response({**shown, "routers": len(found.by_router), "missing": found.missing})

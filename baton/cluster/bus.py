@@ -41,23 +41,36 @@ class Told:
 
 @dataclass
 class _Asked:
+    """`packed`: answers as they came."""
+
     waited_for: set[str]
-    told: Told = field(default_factory=Told)
+    packed: dict[str, bytes] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self, router: str, content: Any, problem: str | None) -> None:
+    def take(self, router: str, packed: bytes, problem: str | None) -> None:
         if problem is None:
-            self.told.answers[router] = content
+            self.packed[router] = packed
         else:
-            self.told.missing.append(f"router {router}: {problem}")
+            self.missing.append(f"router {router}: {problem}")
         self.waited_for.discard(router)
         if not self.waited_for:
             self.complete.set()
 
+    def told(self) -> Told:
+        told = Told(missing=self.missing)
+        for router, packed in self.packed.items():
+            try:
+                told.answers[router] = orjson.loads(zlib.decompress(packed))
+            except (ValueError, zlib.error) as error:
+                told.missing.append(f"router {router}: its answer cannot be read: {error}")
+        return told
+
 
 class Bus:
     """`others` names the live routers beside this one. `answer` is set before `start`: it takes a
-    question and gives the answer, both as JSON values, or raises ValueError with a reason."""
+    question and gives the answer, both as JSON values, or raises ValueError with a reason. Answers
+    are large: they are packed and unpacked on a thread."""
 
     def __init__(
         self,
@@ -76,7 +89,7 @@ class Bus:
         self._asked: dict[str, _Asked] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None] | None = None
-        self.answer: Callable[[Any], Any] = lambda question: None
+        self.answer: Callable[[Any], Awaitable[Any]] = _nothing
 
     async def ask(self, question: Any) -> Told:
         """Never raises; takes at most the deadline and a little."""
@@ -86,7 +99,7 @@ class Bus:
         try:
             asked = _Asked(set(await self._others()))
             if not asked.waited_for:
-                return asked.told
+                return Told()
             self._asked[name] = asked
             await self._publish(
                 self._questions, {"name": name, "from": self._id, "question": question}
@@ -97,12 +110,10 @@ class Bus:
             return Told(missing=[f"other routers: {error}"])
         except TimeoutError:
             for router in sorted(asked.waited_for):
-                asked.told.missing.append(
-                    f"router {router}: no answer within {self._deadline_s:g} s"
-                )
+                asked.missing.append(f"router {router}: no answer within {self._deadline_s:g} s")
         finally:
             self._asked.pop(name, None)
-        return asked.told
+        return await asyncio.to_thread(asked.told)
 
     async def start(self) -> None:
         self._listening = background(self._listen(), name="bus")
@@ -138,8 +149,7 @@ class Bus:
         if not is_question:
             asked = self._asked.get(message["name"])
             if asked is not None:
-                content = orjson.loads(zlib.decompress(packed)) if packed else None
-                asked.take(message["from"], content, message["problem"])
+                asked.take(message["from"], packed, message["problem"])
         elif message["from"] != self._id and len(self._answering) < MAX_ANSWERING:
             task = background(self._reply(message), name="bus-reply")
             self._answering.add(task)
@@ -148,8 +158,7 @@ class Bus:
     async def _reply(self, asked: dict[str, Any]) -> None:
         head, packed = {"name": asked["name"], "from": self._id, "problem": None}, b""
         try:
-            content = orjson.dumps(self.answer(asked["question"]))
-            packed = await asyncio.to_thread(zlib.compress, content, 1)
+            packed = await asyncio.to_thread(_pack, await self.answer(asked["question"]))
             if len(packed) > MAX_ANSWER_BYTES:
                 raise ValueError(f"its answer of {len(packed) >> 20} MiB is too large")
         except ValueError as error:
@@ -163,3 +172,11 @@ class Bus:
         client = self._link.client
         data = orjson.dumps(head) + b"\n" + packed
         await self._link.call(lambda: client.publish(channel, data), SEND_S)
+
+
+async def _nothing(question: Any) -> None:
+    return None
+
+
+def _pack(content: Any) -> bytes:
+    return zlib.compress(orjson.dumps(content), 1)

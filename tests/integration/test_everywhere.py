@@ -3,6 +3,7 @@
 import asyncio
 import re
 import secrets
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +16,8 @@ from baton.cluster.bus import Bus
 from baton.cluster.redis_link import RedisLink
 from baton.cluster.redis_server import EmbeddedRedis
 from baton.cluster.reports import Filters
+from baton.cluster.reports.window import Slot
+from router import reports_api
 from router.text import TextModel
 from tests.support.byte_model import byte_model
 from tests.support.gateway import COMPLETIONS, RunningGateway, running_gateway
@@ -64,6 +67,26 @@ async def test_reports_and_requests_of_either_router_are_those_of_both(routers: 
         for name in ("a", "b"):
             assert (await get(asked, f"/v1/requests/{name}"))["timing"]["phases"]
         assert (await asked.client.get("/v1/requests/nobody")).status_code == 404
+
+
+async def test_slots_are_made_and_read_beside_the_event_loop(
+    routers: Routers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[int]] = {"as_json": set(), "from_json": set(), "merge": set()}
+
+    def watch(name: str, made: Any) -> Any:
+        def watched(*arguments: Any) -> Any:
+            threads[name].add(threading.get_ident())
+            return made(*arguments)
+
+        return watched
+
+    monkeypatch.setattr(Slot, "as_json", watch("as_json", Slot.as_json))
+    monkeypatch.setattr(Slot, "from_json", staticmethod(watch("from_json", Slot.from_json)))
+    monkeypatch.setattr(reports_api, "merged", watch("merge", reports_api.merged))
+    await until_equal(lambda: counted(routers[0]), (3, 2, []))
+    assert all(threads.values())
+    assert threading.get_ident() not in set.union(*threads.values())
 
 
 async def counted(router: RunningGateway) -> tuple[int, int, list[str]]:
@@ -139,8 +162,11 @@ async def bus(
     async def live() -> list[str]:
         return others
 
+    async def answering(question: Any) -> Any:
+        return answer(question)
+
     made = Bus(link, name, live, deadline_s=deadline_s)
-    made.answer = answer
+    made.answer = answering
     await made.start()
     channel = f"{{baton}}:told:{name}".encode()
 

@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import json
+import threading
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ from baton.cli.report.command import Outputs, compare_two, report
 from baton.cli.report.sources import Question, load
 from baton.cluster.errors import BatonError
 from baton.cluster.reports import Filters
+from router import reports_api
 from router.text import TextModel
 from tests.support.byte_model import byte_model
 from tests.support.gateway import COMPLETIONS, RunningGateway, running_gateway
@@ -45,6 +47,27 @@ async def test_a_report_counts_what_was_served(running: RunningGateway) -> None:
     assert found["ttft_ms"]["count"] == 6 and found["e2e_ms"]["p99"] > 0
     assert {"prefill", "decode"} == {row["role"] for row in found["workers"]}
     assert "admission" in found["phases"] and found["series"]
+
+
+async def test_tokens_flow_while_a_report_is_being_made(
+    running: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report is not ready before the stream has ended."""
+    begun, streamed, build = asyncio.Event(), threading.Event(), reports_api.build_report
+    loop, waited = asyncio.get_running_loop(), []
+
+    def slowly(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        waited.append(streamed.wait(timeout=30))
+        return build(*arguments)
+
+    monkeypatch.setattr(reports_api, "build_report", slowly)
+    asked = asyncio.create_task(reported(running))
+    await begun.wait()
+    events = await running.events(COMPLETIONS, {"prompt": "x", "max_tokens": 20})
+    streamed.set()
+    assert events[-1] == "[DONE]" and (await asked)["requests"] == 6
+    assert waited == [True], "the stream ended only after the report"
 
 
 async def test_filters_and_window_narrow_it(running: RunningGateway) -> None:

@@ -151,6 +151,24 @@ def test_old_slots_go_and_many_groups_make_the_past_coarser() -> None:
     assert total >= 10
 
 
+def test_what_was_read_from_a_window_is_changed_by_nothing_that_comes_later() -> None:
+    """Another thread builds a report of it."""
+    window = Window(slot_s=10, span_s=100, max_groups=3)
+
+    def count(at: int, tenant: str) -> None:
+        window.group(Key("m", tenant, "p", "d"), float(at)).observe("ttft", 1.0 + at)
+
+    for at in (0, 10, 20):
+        count(at, "a")
+    window.sample_pools({"d": 0.5}, 20.0)
+    found = window.since(0.0)
+    before = json.dumps([slot.as_json() for slot in found])
+    window.sample_pools({"d": 0.7}, 21.0)
+    for at, tenant in ((22, "a"), (23, "b"), (30, "a"), (40, "b")):
+        count(at, tenant)
+    assert json.dumps([slot.as_json() for slot in found]) == before
+
+
 def test_groups_beyond_the_bound_are_counted_as_other() -> None:
     window = Window(max_groups=3)
     for number in range(10):

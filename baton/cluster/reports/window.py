@@ -2,6 +2,7 @@
 
 A new group that would be one too many first merges the two oldest slots; so under many tenants
 or workers the far past gets coarser and nothing is lost. What is older than the span is dropped.
+Only the newest slot is ever written to, so a thread may read the others while requests end.
 """
 
 from collections.abc import Iterable, Mapping
@@ -81,7 +82,9 @@ class Window:
         return sum(len(slot.groups) for slot in self.slots)
 
     def since(self, start: float) -> list[Slot]:
-        return [slot for slot in self.slots if slot.end > start]
+        """Those that end later, for any thread: the newest one is a copy."""
+        slots = [slot for slot in self.slots if slot.end > start]
+        return [*slots[:-1], *map(_copy, slots[-1:])]
 
     def _slot(self, now: float) -> Slot:
         if not self.slots or now >= self.slots[-1].end:
@@ -93,8 +96,15 @@ class Window:
 
     def _merge_oldest(self) -> None:
         first, second, *rest = self.slots
-        first.merge(second)
-        self.slots = [first, *rest]
+        both = _copy(first)
+        both.merge(second)
+        self.slots = [both, *rest]
+
+
+def _copy(slot: Slot) -> Slot:
+    made = Slot(slot.start, slot.end)
+    made.merge(slot)
+    return made
 
 
 def merged(slots: Iterable[Slot], slot_s: float = SLOT_S) -> list[Slot]:
