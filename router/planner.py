@@ -135,6 +135,8 @@ class Planner:
     def hold(self, plan: Plan, facts: RequestFacts) -> Iterator[Hold]:
         """Counts a plan as load of its workers while the context lasts."""
         hold = Hold(plan, facts, self._loads, self.predictor, self.on_room)
+        for worker in filter(None, (plan.prefill, plan.decode)):
+            self.predictor.sent(worker)
         targets: list[float] = []
         if plan.decode is not None:
             targets = self._tpot_targets.setdefault(plan.decode.worker_id, [])

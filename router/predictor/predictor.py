@@ -4,8 +4,9 @@ Three linear models: a step that computes prompts costs by (1, prompt tokens, at
 decoded tokens, their context), a step that only decodes by (1, sequences, context), what a
 hand-off adds after the first token by (1, bytes). Workers are seeded by the steps that they
 measured at their start and refined by the totals that come back with every request; what
-nothing is known of is predicted like its peers, and 0 when there are none. Where drafts are checked
-a step computes, and yields, several tokens of a sequence: means of what was seen. Pure: no clock.
+nothing is known of is predicted like its peers, and 0 when there are none; what was known long ago
+is doubted (`doubt.py`). Where drafts are checked a step computes, and yields, several tokens of a
+sequence: means of what was seen. Pure: no clock.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from enum import StrEnum
 
 from baton.cluster.workers import Role, WorkerRecord
 from baton.step_totals import StepTotals, chunk_attention
+from router.predictor.doubt import Doubts
 from router.predictor.least_squares import OnlineLeastSquares
 
 OUTPUT_MEMORY = 0.05
@@ -58,6 +60,7 @@ class Predictor:
     def __init__(self) -> None:
         self._speeds: dict[str, _Speed] = {}
         self._peers = {role: _Speed(role) for role in Role}
+        self._doubts = {role: Doubts() for role in Role}
         self._links: dict[Link, OnlineLeastSquares] = {}
         self._all_links = OnlineLeastSquares(2)
         self._output_tokens = 0.0
@@ -79,8 +82,8 @@ class Predictor:
         steps = -(-uncached // max(worker.chunk_size - decode_tokens, 1))
         attended = chunk_attention(cached, uncached)
         costs = (steps, uncached, attended, steps * decode_tokens, steps * context_tokens)
-        own = self._speed(worker).prefill
-        return (own if own.trained else self._peers[worker.role].prefill).predict(costs)
+        own, peers = self._speed(worker).prefill, self._peers[worker.role].prefill
+        return self._believed_s(worker, own, peers, costs)
 
     def backlog_s(self, worker: WorkerRecord, prompts: int, uncached: int) -> float:
         """So many prompts with so many tokens to compute together, one after the other."""
@@ -90,11 +93,25 @@ class Predictor:
 
     def step_s(self, worker: WorkerRecord, sequences: float, context_tokens: float) -> float:
         """One step that decodes `sequences` with so many tokens of context together."""
-        speed = self._speed(worker)
-        model, wide = speed.decode, speed.computed_per_step
-        if not model.trained:
-            model = self._peers[worker.role].decode
-        return model.predict((1, wide * sequences, wide * context_tokens))
+        speed, peers = self._speed(worker), self._peers[worker.role].decode
+        wide = speed.computed_per_step
+        costs = (1, wide * sequences, wide * context_tokens)
+        return self._believed_s(worker, speed.decode, peers, costs)
+
+    def _believed_s(
+        self,
+        worker: WorkerRecord,
+        own: OnlineLeastSquares,
+        peers: OnlineLeastSquares,
+        costs: tuple[float, ...],
+    ) -> float:
+        """Its own model's word where it has one; when that is old, less of what it is slower."""
+        if not own.trained:
+            return peers.predict(costs)
+        own_s, doubt = own.predict(costs), self._doubts[worker.role].doubt(worker.worker_id)
+        if not doubt or not peers.trained:
+            return own_s
+        return own_s - doubt * max(own_s - peers.predict(costs), 0.0)
 
     def tokens_per_step(self, worker: WorkerRecord) -> float:
         """That a sequence gets: more than one where drafts turn out right."""
@@ -125,7 +142,12 @@ class Predictor:
 
     # --- observations -----------------------------------------------------------------------
 
+    def sent(self, worker: WorkerRecord) -> None:
+        """A request goes there."""
+        self._doubts[worker.role].tried(worker.worker_id)
+
     def saw_steps(self, worker: WorkerRecord, totals: StepTotals) -> None:
+        self._doubts[worker.role].heard(worker.worker_id)
         self._speed(worker).learn(totals, judge=True)
         self._peers[worker.role].learn(totals, judge=False)
 
@@ -156,6 +178,8 @@ class Predictor:
         """Forgets workers that are gone or have another role; their links with them."""
         roles = {worker.worker_id: worker.role for worker in workers}
         self._speeds = {k: v for k, v in self._speeds.items() if roles.get(k) is v.role}
+        for role, doubts in self._doubts.items():
+            doubts.keep_only({name for name, its in roles.items() if its is role})
         ends = (Role.PREFILL, Role.DECODE)
         self._links = {
             link: model
