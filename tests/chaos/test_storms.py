@@ -141,7 +141,7 @@ async def test_a_stream_whose_worker_is_killed_after_its_fifth_chunk_never_looks
 async def test_a_dead_worker_costs_no_request_after_its_detection_and_serves_after_its_restart(
     cluster: ChaosCluster,
 ) -> None:
-    """A router once kept sending to a dead node."""
+    """vllm-project/production-stack#420: a router kept sending to a dead node."""
     body = LONG | {"max_tokens": 8}
     expected = await cluster.ask(**body)
     victim = cluster.nodes["decode-0"]

@@ -78,6 +78,7 @@ async def found(cluster: Cluster) -> bool:
     ],
 )
 async def test_requests_go_on_while_redis_is(fault: str, tiny_chat: StoredModel) -> None:
+    """IBM/mcp-context-forge#3587: calls blocked for ever, and nothing connected again."""
     break_it, mend_it, degrades = FAULTS[fault]
     async with running_cluster(tiny_chat) as cluster:
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "seed": 1}
