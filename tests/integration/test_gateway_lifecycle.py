@@ -327,10 +327,10 @@ async def test_overload_is_refused_fast_and_the_rest_is_served(model: TextModel)
             response = await gateway.post(COMPLETIONS, {"prompt": "x", "max_tokens": 8})
             return response, time.monotonic() - started
 
-        answers = await asyncio.gather(*(send() for _ in range(200)))
+        answers = await asyncio.gather(*(send() for _ in range(500)))
         served = [r for r, _ in answers if r.status_code == 200]
         refused = [(r, t) for r, t in answers if r.status_code == 429]
-        assert len(served) + len(refused) == 200
+        assert len(served) + len(refused) == 500
         assert len(served) >= 48
         assert all(r.json()["choices"][0]["text"] == TEXT[:8] for r in served)
         assert all(r.headers["retry-after"] for r, _ in refused)
