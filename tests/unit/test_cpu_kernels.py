@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from baton.engine.layers.rotary import RotaryEmbedding
+from baton.engine.ops.activation import Activation, gelu_tanh_and_mul, silu_and_mul
 from baton.engine.ops.cpu import build
 from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
-from baton.engine.ops.cpu.kernels import Kernels, chosen
-from baton.engine.ops.linear import KernelLinear, KernelSiluAndMul
+from baton.engine.ops.cpu.kernels import Finish, Kernels, chosen
+from baton.engine.ops.linear import GATES, KernelGated, KernelLinear
 from baton.engine.ops.rope import apply_rope_
 from baton.engine.rope_config import RopeConfig
 
@@ -37,8 +37,20 @@ def seeded() -> None:
     torch.manual_seed(3)
 
 
-def bfloat16(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(shape).mul_(scale).bfloat16()
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+def noise(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape).mul_(scale).to(dtype)
+
+
+def near(dtype: torch.dtype, rtol: float, atol: float) -> dict[str, float]:
+    """What a bfloat16 may be off by; a float32 keeps 16 bits more."""
+    exact = dtype is torch.float32
+    return {"rtol": 1e-5, "atol": 1e-5} if exact else {"rtol": rtol, "atol": atol}
 
 
 SHAPES = [(960, 576), (100, 64), (33, 1536)]
@@ -47,69 +59,94 @@ SHAPES = [(960, 576), (100, 64), (33, 1536)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 45, 300])
 def test_a_product_is_summed_in_float32(
-    kernels: Kernels, rows: int, shape: tuple[int, int]
+    kernels: Kernels, dtype: torch.dtype, rows: int, shape: tuple[int, int]
 ) -> None:
-    weight, bias, x = bfloat16(*shape, scale=0.05), bfloat16(shape[0]), bfloat16(rows, shape[1])
+    weight, bias = noise(dtype, *shape, scale=0.05), noise(dtype, shape[0])
+    x = noise(dtype, rows, shape[1])
     product = KernelLinear(kernels, weight, bias)
-    exact = x.float() @ weight.float().T + bias.float()
+    exact = (x.double() @ weight.double().T + bias.double()).float()
     torch.testing.assert_close(product.unrounded(x), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(product(x).float(), exact, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(product(x).float(), exact, **near(dtype, 1e-2, 1e-2))
     total = torch.randn(rows, shape[0])
     expected = total + exact
     torch.testing.assert_close(product.add_to_(total, x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("activate", [silu_and_mul, gelu_tanh_and_mul])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_gate_and_up_are_multiplied_without_being_rounded(kernels: Kernels, rows: int) -> None:
-    weight, bias, x = bfloat16(96, 64, scale=0.3), bfloat16(96), bfloat16(rows, 64)
-    gate, up = (x.float() @ weight.float().T + bias.float()).chunk(2, dim=-1)
-    ours = KernelSiluAndMul(kernels, weight, bias)(x)
-    torch.testing.assert_close(ours.float(), F.silu(gate) * up, rtol=5e-3, atol=1e-4)
+def test_gate_and_up_are_multiplied_without_being_rounded(
+    kernels: Kernels, dtype: torch.dtype, rows: int, activate: Activation
+) -> None:
+    weight, bias = noise(dtype, 96, 64, scale=0.3), noise(dtype, 96)
+    x = noise(dtype, rows, 64)
+    exact = activate(x.float() @ weight.float().T + bias.float())
+    ours = KernelGated(kernels, weight, bias, GATES[activate])(x)
+    torch.testing.assert_close(ours.float(), exact, **near(dtype, 5e-3, 1e-4))
 
 
-def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(kernels: Kernels) -> None:
-    x = torch.tensor([[256.0], [-256.0]]).bfloat16() * torch.eye(1, 32).bfloat16()
-    ours = KernelSiluAndMul(kernels, torch.ones(32, 32).bfloat16(), None)(x)
+@pytest.mark.parametrize("gate", GATES.values())
+def test_a_gate_far_from_zero_neither_overflows_nor_is_lost(
+    kernels: Kernels, dtype: torch.dtype, gate: Finish
+) -> None:
+    x = torch.tensor([[256.0], [-256.0], [-(2.0**60)]]) * torch.eye(1, 32)
+    weight = torch.ones(32, 32).to(dtype)
+    ours = KernelGated(kernels, weight, None, gate)(x.to(dtype))
     assert ours[0].tolist() == [65536.0] * 16
-    assert ours[1].tolist() == [0.0] * 16
+    assert ours[1:].tolist() == [[0.0] * 16] * 2
 
 
-def test_a_row_of_a_product_is_the_same_among_any_others(kernels: Kernels) -> None:
-    product, x = KernelLinear(kernels, bfloat16(96, 576, scale=0.05)), bfloat16(300, 576)
-    together = product.unrounded(x)
-    for row in (0, 15, 16, 31, 255, 256, 299):
-        assert torch.equal(product.unrounded(x[row : row + 1])[0], together[row])
+def test_a_row_of_a_product_is_the_same_among_any_others(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    x, weight = noise(dtype, 300, 576), noise(dtype, 96, 576, scale=0.05)
+    for product in (
+        KernelLinear(kernels, weight).unrounded,
+        KernelLinear(kernels, weight),
+        KernelGated(kernels, weight, None, Finish.SILU_AND_MUL),
+    ):
+        together = product(x)
+        for row in (0, 15, 16, 31, 255, 256, 299):
+            for count in (1, 2, 13):
+                assert torch.equal(product(x[row : row + count]), together[row : row + count])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_a_packed_matrix_are_read_back(
+    kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight, some = noise(dtype, *shape), torch.randint(shape[0], (50,))
+    assert torch.equal(KernelLinear(kernels, weight).rows(some), weight[some])
 
 
 @pytest.mark.parametrize("size", [576, 100])
-def test_the_norm_is_its_definition(kernels: Kernels, size: int) -> None:
+def test_the_norm_is_its_definition(kernels: Kernels, dtype: torch.dtype, size: int) -> None:
     x, weight = torch.randn(70, size), torch.rand(size)
     exact = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
-    torch.testing.assert_close(
-        kernels.rms_norm(x, weight, 1e-3).float(), exact, rtol=5e-3, atol=1e-5
-    )
+    ours = kernels.rms_norm(x, weight, 1e-3, dtype)
+    torch.testing.assert_close(ours.float(), exact, **near(dtype, 5e-3, 1e-5))
+    assert torch.equal(kernels.rms_norm(x[41:42], weight, 1e-3, dtype), ours[41:42])
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_keys_are_rotated_into_their_slots_and_values_copied(
-    kernels: Kernels, head_dim: int, normed: bool
+    kernels: Kernels, dtype: torch.dtype, head_dim: int, normed: bool
 ) -> None:
     heads, kv_heads, tokens = 4, 2, 40
-    qkv, slots = bfloat16(tokens, heads + 2 * kv_heads, head_dim), torch.zeros(2, 50, 2, head_dim)
-    slots = slots.bfloat16()
+    qkv = noise(dtype, tokens, heads + 2 * kv_heads, head_dim)
+    slots = torch.zeros(2, 50, 2, head_dim).to(dtype)
     norm = torch.rand(heads + kv_heads, head_dim) if normed else None
     where = torch.randperm(50)[:tokens]
     rope = RotaryEmbedding(RopeConfig(), head_dim)(torch.arange(tokens), torch.float32)
-    exact = qkv.float()
+    exact = qkv.float().clone()
     if norm is not None:
         scale = exact[:, :6].square().mean(-1, keepdim=True).add(1e-5).rsqrt()
         exact[:, :6] *= scale * norm
     apply_rope_(exact[:, : heads + kv_heads], *rope)
     kernels.rotate_and_store(qkv, rope, norm, 1e-5, slots, where, heads)
-    near = {"rtol": 5e-3, "atol": 1e-3}
-    torch.testing.assert_close(qkv[:, :heads].float(), exact[:, :heads], **near)
-    torch.testing.assert_close(slots[0, where].float(), exact[:, heads:6], **near)
+    close = near(dtype, 5e-3, 1e-3)
+    torch.testing.assert_close(qkv[:, :heads].float(), exact[:, :heads], **close)
+    torch.testing.assert_close(slots[0, where].float(), exact[:, heads:6], **close)
     assert torch.equal(slots[1, where].float(), exact[:, 6:])
     others = torch.ones(50, dtype=torch.bool)
     others[where] = False
@@ -119,19 +156,21 @@ def test_keys_are_rotated_into_their_slots_and_values_copied(
 class Paged:
     """Sequences of (queries, context) whose blocks lie anywhere; what nobody may read is NaN."""
 
-    def __init__(self, work: list[tuple[int, int]], kv_heads: int, dim: int, block: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, work: list[tuple[int, int]], kv_heads: int, dim: int, block: int
+    ) -> None:
         counts = [-(-context // block) for _, context in work]
         blocks = list(range(sum(counts) + 1))
         random.Random(1).shuffle(blocks)
         self.block, self.work = block, work
-        self.slots = torch.full((2, len(blocks) * block, kv_heads, dim), NOT_A_NUMBER).bfloat16()
+        self.slots = torch.full((2, len(blocks) * block, kv_heads, dim), NOT_A_NUMBER).to(dtype)
         self.tables = torch.full((len(work), max(counts)), -1, dtype=torch.int32)
         self.places: list[torch.Tensor] = []
         for seq, ((_, context), count) in enumerate(zip(work, counts, strict=True)):
             mine = [blocks.pop() for _ in range(count)]
             self.tables[seq, :count] = torch.tensor(mine)
             place = torch.cat([torch.arange(b * block, (b + 1) * block) for b in mine])[:context]
-            self.slots[:, place] = bfloat16(2, context, kv_heads, dim)
+            self.slots[:, place] = noise(dtype, 2, context, kv_heads, dim)
             self.places.append(place)
         self.starts = torch.tensor([0, *accumulate(n for n, _ in work)], dtype=torch.int32)
         self.lengths = torch.tensor([context for _, context in work], dtype=torch.int32)
@@ -173,28 +212,35 @@ class Paged:
 @pytest.mark.parametrize("block", [5, 16])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 80), (40, 1, 32), (2, 2, 256), (4, 2, 16)])
 def test_attention_reads_what_is_visible_and_a_query_is_the_same_decoded_or_prefilled(
-    kernels: Kernels, shape: tuple[int, int, int], block: int, window: int | None
+    kernels: Kernels,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    block: int,
+    window: int | None,
 ) -> None:
     heads, kv_heads, dim = shape
     work = [(1, 1), (1, 130), (5, 5), (40, 200), (1, 33), (150, 150), (17, 64)]
-    paged = Paged(work, kv_heads, dim, block)
-    q = bfloat16(sum(n for n, _ in work), heads + 2 * kv_heads, dim)[:, :heads]
+    paged = Paged(dtype, work, kv_heads, dim, block)
+    q = noise(dtype, sum(n for n, _ in work), heads + 2 * kv_heads, dim)[:, :heads]
     together = paged.attend(kernels, q, window)
     for seq in range(len(work)):
         ours = together[paged.starts[seq] : paged.starts[seq + 1]]
         expected = paged.expected(q, seq, window)
-        torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(ours.float(), expected, **near(dtype, 2e-2, 1e-2))
         assert torch.equal(ours[-1], paged.last_alone(kernels, q, seq, window))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_number_of_threads_changes_nothing(kernels: Kernels, threads: int) -> None:
-    paged, before = Paged([(70, 90), (1, 40)], 3, 64, 16), torch.get_num_threads()
-    q, weight, x = bfloat16(71, 9, 64), bfloat16(96, 64), bfloat16(70, 64)
-    expected = (paged.attend(kernels, q, None), KernelLinear(kernels, weight).unrounded(x))
+def test_the_number_of_threads_changes_nothing(
+    kernels: Kernels, dtype: torch.dtype, threads: int
+) -> None:
+    paged, before = Paged(dtype, [(70, 90), (1, 40)], 3, 64, 16), torch.get_num_threads()
+    q, x = noise(dtype, 71, 9, 64), noise(dtype, 70, 64)
+    product = KernelLinear(kernels, noise(dtype, 96, 64))
+    expected = (paged.attend(kernels, q, None), product.unrounded(x))
     try:
         torch.set_num_threads(threads)
-        ours = (paged.attend(kernels, q, None), KernelLinear(kernels, weight).unrounded(x))
+        ours = (paged.attend(kernels, q, None), product.unrounded(x))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(ours[0], expected[0])

@@ -7,6 +7,7 @@ value; gate and up) and never change afterwards.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -154,8 +155,8 @@ class DecoderModel:
     def __init__(self, config: ModelConfig, source: TensorSource) -> None:
         vocab = (config.vocab_size, config.hidden_size)
         self.config = config
-        self.embedding = source("model.embed_tokens.weight", vocab)
-        self.dtype = self.embedding.dtype
+        embedding = source("model.embed_tokens.weight", vocab)
+        self.dtype = embedding.dtype
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self.positions = self.rotary = None
         if config.rope is None:
@@ -171,7 +172,8 @@ class DecoderModel:
         ]
         self.final_norm = norm(config, source, "model.norm")
         tied = config.tie_word_embeddings
-        self.head = LogitsHead(self.embedding if tied else source("lm_head.weight", vocab))
+        self.head = LogitsHead(embedding if tied else source("lm_head.weight", vocab))
+        self.embed = self.head.rows if tied else partial(F.embedding, weight=embedding)
         self.reads_in_place = config.latent is None and reads_in_place(
             self.dtype, config.head_dim, config.attention_softcap
         )
@@ -214,7 +216,7 @@ class DecoderModel:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        x = F.embedding(token_ids, self.embedding).float()
+        x = self.embed(token_ids).float()
         if self.embedding_scale != 1.0:
             x.mul_(self.embedding_scale)
         return x if self.positions is None else x.add_(F.embedding(positions, self.positions))

@@ -6,13 +6,13 @@ does not depend on which other tokens are in the batch.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.model_parts import ExpertsConfig
 from baton.engine.models.checkpoint_names import TensorSource
 from baton.engine.models.mlp import MLP
+from baton.engine.ops.linear import linear
 
 
 class ExpertsMLP:
@@ -20,9 +20,8 @@ class ExpertsMLP:
         assert config.experts is not None
         self.config = experts = config.experts
         # Its few rows decide which weights are used at all: never rounded.
-        self.router = source(
-            f"{prefix}.gate.weight", (experts.num_experts, config.hidden_size)
-        ).float()
+        shape = (experts.num_experts, config.hidden_size)
+        self.router = linear(source(f"{prefix}.gate.weight", shape).float())
         self.experts = [
             MLP(config, f"{prefix}.experts.{i}", source, experts.intermediate_size)
             for i in range(experts.num_experts)
@@ -32,7 +31,7 @@ class ExpertsMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(n, hidden) → float32 (n, hidden)."""
-        weights, chosen = route(F.linear(x.float(), self.router), self.config)
+        weights, chosen = route(self.router(x.float()), self.config)
         result = torch.zeros(x.shape, dtype=torch.float32)
         for index in chosen.unique().tolist():
             tokens, rank = torch.where(chosen == index)

@@ -1,8 +1,8 @@
 """Matrix products with constant weights.
 
-A product is prepared once and then only multiplied with. In bfloat16 on a CPU it is packed: for
-our own kernels where the machine runs them, else in the blocked layout of oneDNN, which reads
-weights about twice as fast as the plain layout at decode sizes. Everything else stays plain.
+A product is prepared once and then only multiplied with. On a CPU it is packed for our own kernels
+where the machine runs them; else bfloat16 takes the blocked layout of oneDNN, which reads weights
+about twice as fast as the plain layout at decode sizes. Everything else stays plain.
 """
 
 from typing import Protocol
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.ops.activation import Activation, silu_and_mul
+from baton.engine.ops.activation import Activation, gelu_tanh_and_mul, silu_and_mul
 from baton.engine.ops.cpu.kernels import Finish, Kernels, kernels, takes_linear
 
 _PACK_ROWS = 64
@@ -20,6 +20,11 @@ _NARROW = 768
 _NARROW_ROWS = 192
 _ALL_ROWS = 1 << 30
 """oneDNN multiplies many rows with a narrow weight at half its speed; in parts it does not."""
+GATES: dict[Activation, Finish] = {
+    silu_and_mul: Finish.SILU_AND_MUL,
+    gelu_tanh_and_mul: Finish.GELU_AND_MUL,
+}
+"""Activations that a kernel computes while it has the sums at hand."""
 
 
 class Linear(Protocol):
@@ -43,8 +48,9 @@ def gated_linear(weight: Tensor, bias: Tensor | None, activate: Activation) -> A
     """The product with a (2 * size, in_features) matrix, gate rows first, and then `activate`."""
     loaded = kernels()
     size = weight.shape[0] // 2
-    if activate is silu_and_mul and loaded is not None and takes_linear(weight) and size % 16 == 0:
-        return KernelSiluAndMul(loaded, weight, bias)
+    gate = GATES.get(activate)
+    if gate is not None and loaded is not None and takes_linear(weight) and size % 16 == 0:
+        return KernelGated(loaded, weight, bias, gate)
     product = linear(weight, bias)
     return lambda x: activate(product(x))
 
@@ -77,20 +83,27 @@ class TorchLinear:
 
 
 class KernelLinear:
-    __slots__ = ("_bias", "_kernels", "_outputs", "_packed")
+    __slots__ = ("_bias", "_depth", "_kernels", "_outputs", "_packed")
 
     def __init__(self, loaded: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
         self._kernels = loaded
-        self._outputs = weight.shape[0]
+        self._outputs, self._depth = weight.shape
         self._packed = loaded.pack(weight)
         self._bias = None if bias is None else _padded(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, torch.bfloat16, Finish.BFLOAT16)
+        return self._product(x, self._packed.dtype, Finish.STORE)
 
     def unrounded(self, x: Tensor) -> Tensor:
         """The product in float32, as it was summed up."""
         return self._product(x, torch.float32, Finish.FLOAT32)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """(n, in_features) rows of the matrix; see src/tiles.h for where they are."""
+        words = 4 // self._packed.itemsize
+        tiles = self._packed.view(-1, self._depth // 32, 2, 32 // words, 16, words)
+        picked = tiles[indices // 32, :, indices % 32 // 16, :, indices % 16]
+        return picked.reshape(len(indices), self._depth)
 
     def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
         self._kernels.linear(x, self._packed, self._bias, self._outputs, total, Finish.ADD)
@@ -102,20 +115,20 @@ class KernelLinear:
         return out
 
 
-class KernelSiluAndMul:
-    """silu(gate) * up without storing either: 16 rows of one stand beside 16 of the other."""
+class KernelGated:
+    """activate(gate) * up without storing either: 16 rows of one stand beside 16 of the other."""
 
-    __slots__ = ("_bias", "_kernels", "_outputs", "_packed")
+    __slots__ = ("_bias", "_gate", "_kernels", "_outputs", "_packed")
 
-    def __init__(self, loaded: Kernels, weight: Tensor, bias: Tensor | None) -> None:
-        self._kernels = loaded
+    def __init__(self, loaded: Kernels, weight: Tensor, bias: Tensor | None, gate: Finish) -> None:
+        self._kernels, self._gate = loaded, gate
         self._outputs = weight.shape[0]
         self._packed = loaded.pack(_beside(weight))
         self._bias = None if bias is None else _padded(_beside(bias))
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], self._outputs // 2, dtype=torch.bfloat16)
-        self._kernels.linear(x, self._packed, self._bias, self._outputs, out, Finish.SILU_AND_MUL)
+        out = torch.empty(x.shape[0], self._outputs // 2, dtype=self._packed.dtype)
+        self._kernels.linear(x, self._packed, self._bias, self._outputs, out, self._gate)
         return out
 
 

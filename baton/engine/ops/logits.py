@@ -6,6 +6,7 @@ within a step or two of the best are computed again in float32.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.linear import KernelLinear, linear
@@ -15,15 +16,24 @@ class LogitsHead:
     """The last product, with `rows` (vocab, size)."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows, self._product = rows, linear(rows)
+        self._dtype, self._product = rows.dtype, linear(rows)
+        # Packed, they are in memory once.
+        self._rows = None if isinstance(self._product, KernelLinear) else rows
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """(n, size), as a table of embeddings that is tied to the product."""
+        if isinstance(self._product, KernelLinear):
+            return self._product.rows(indices)
+        assert self._rows is not None
+        return F.embedding(indices, self._rows)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """float32 hidden states (n, size) → float32 (n, vocab)."""
-        rounded = hidden.to(self._rows.dtype)
+        rounded = hidden.to(self._dtype)
         if isinstance(self._product, KernelLinear):
             return self._product.unrounded(rounded)
         logits = self._product(rounded).float()
-        if self._rows.dtype is not torch.float32:
+        if self._rows is not None and self._dtype is not torch.float32:
             sharpen_(logits, hidden, self._rows)
         return logits
 

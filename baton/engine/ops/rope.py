@@ -26,7 +26,7 @@ def rotate_and_store(
     slot_mapping: Tensor,
     num_heads: int,
 ) -> None:
-    """Only for models whose attention reads in place: one pass over bfloat16 qkv (n, head + 2 *
+    """Only for models whose attention reads in place: one pass over qkv (n, head + 2 *
     kv_head, head_dim) rotates the queries where they are, and puts rotated keys and the values
     into the layer's slots. `rope` is float32; `norm` (head + kv_head, head_dim) or None scales
     normed heads first."""

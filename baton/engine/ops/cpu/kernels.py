@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_long, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -26,13 +27,18 @@ _GROUP = 32
 _MAX_HEAD_DIM = 256
 
 
-class Finish(IntEnum):
-    """What becomes of a product: stored as bfloat16 or float32, added to float32, or gated."""
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
+"""Of the C functions, by the dtype of weights, queries and caches that they take."""
 
-    BFLOAT16 = 0
+
+class Finish(IntEnum):
+    """What becomes of a product: stored in its own dtype or float32, added to float32, or gated."""
+
+    STORE = 0
     FLOAT32 = 1
     ADD = 2
     SILU_AND_MUL = 3
+    GELU_AND_MUL = 4
 
 
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -61,21 +67,18 @@ class Kernels:
         loaded = ctypes.CDLL(str(path))
         if not loaded.baton_enable():
             raise BuildError("the system does not give this process the tile registers")
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = arguments, None
-        self._pack = loaded.baton_pack
-        self._linear = loaded.baton_linear
-        self._rms_norm = loaded.baton_rms_norm
-        self._rotate_and_store = loaded.baton_rotate_and_store
-        self._attention = loaded.baton_attention
+        self._pack = _by_dtype(loaded, "baton_pack")
+        self._linear = _by_dtype(loaded, "baton_linear")
+        self._rms_norm = _by_dtype(loaded, "baton_rms_norm")
+        self._rotate_and_store = _by_dtype(loaded, "baton_rotate_and_store")
+        self._attention = _by_dtype(loaded, "baton_attention")
 
     def pack(self, weight: Tensor) -> Tensor:
         """(outputs, depth) → its packed form, flat; see src/tiles.h."""
         outputs, depth = weight.shape
-        packed = torch.empty(-(-outputs // _GROUP) * _GROUP * depth, dtype=torch.bfloat16)
+        packed = torch.empty(-(-outputs // _GROUP) * _GROUP * depth, dtype=weight.dtype)
         weight = weight.contiguous()
-        self._pack(weight.data_ptr(), packed.data_ptr(), outputs, depth)
+        self._pack[weight.dtype](weight.data_ptr(), packed.data_ptr(), outputs, depth)
         return packed
 
     def linear(
@@ -85,7 +88,7 @@ class Kernels:
         long as `outputs` rounded up to 32."""
         rows, depth = x.shape
         x = x.contiguous()
-        self._linear(
+        self._linear[packed.dtype](
             x.data_ptr(),
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -97,11 +100,11 @@ class Kernels:
             torch.get_num_threads(),
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """float32 (n, size) → bfloat16."""
-        out = torch.empty(x.shape, dtype=torch.bfloat16)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """float32 (n, size) → (n, size) of `dtype`."""
+        out = torch.empty(x.shape, dtype=dtype)
         x = x.contiguous()
-        self._rms_norm(
+        self._rms_norm[dtype](
             x.data_ptr(),
             weight.data_ptr(),
             eps,
@@ -124,7 +127,7 @@ class Kernels:
         """See `ops.rope.rotate_and_store`."""
         tokens, _, head_dim = qkv.shape
         num_kv_heads = slots.shape[2]
-        self._rotate_and_store(
+        self._rotate_and_store[qkv.dtype](
             qkv.data_ptr(),
             rope[0].data_ptr(),
             rope[1].data_ptr(),
@@ -156,8 +159,8 @@ class Kernels:
         """`q` (n, head, head_dim) may be a slice of wider rows; see `ops.attention`. `streams`
         takes the place of `window`; sinks are met by the queries `anchored`, shaped as `q`."""
         n, num_heads, head_dim = q.shape
-        out = torch.empty(n, num_heads, head_dim, dtype=torch.bfloat16)
-        self._attention(
+        out = torch.empty(n, num_heads, head_dim, dtype=q.dtype)
+        self._attention[q.dtype](
             q.data_ptr(),
             out.data_ptr(),
             slots[0].data_ptr(),
@@ -182,6 +185,13 @@ class Kernels:
         return out
 
 
+def _by_dtype(loaded: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[..., None]]:
+    found = {dtype: getattr(loaded, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
+    for function in found.values():
+        function.argtypes, function.restype = _SIGNATURES[name], None
+    return found
+
+
 def takes_linear(weight: Tensor) -> bool:
     on_cpu = weight.device.type == "cpu"
     return on_cpu and takes(weight.dtype) and weight.shape[1] % _DEPTH == 0
@@ -193,7 +203,7 @@ def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def takes(dtype: torch.dtype) -> bool:
-    return dtype is torch.bfloat16 and kernels() is not None
+    return dtype in _SUFFIXES and kernels() is not None
 
 
 @functools.cache

@@ -8,94 +8,104 @@ namespace {
 constexpr long kRows = 2 * kTile;    // rows of one product
 constexpr long kChunk = 8 * kRows;   // rows that one thread takes through all its weights at once
 
-enum Finish : int { kStoreBf16 = 0, kStoreFloat = 1, kAddFloat = 2, kSiluAndMul = 3 };
+enum Finish : int { kStore = 0, kStoreFloat = 1, kAddFloat = 2, kSiluAndMul = 3, kGeluAndMul = 4 };
 
+template <class T>
 struct Job {
-  const bf16* x;
-  const bf16* weight;
+  const T* x;
+  const T* weight;
   const float* bias;  // per packed column, or null
   void* out;
   long rows, outputs, depth;
   int finish;
 };
 
+inline bool gates(int finish) { return finish == kSiluAndMul || finish == kGeluAndMul; }
+
+// x * sigmoid(x), or GELU in its tanh form, which is x * sigmoid(2 root(2 / pi) (x + 0.044715 x^3)).
+inline __m512 activate(__m512 x, int finish) {
+  __m512 inner = x;
+  if (finish == kGeluAndMul) {
+    const __m512 square = _mm512_mul_ps(x, x), cubic = _mm512_set1_ps(0.044715f * 1.5957691216f);
+    inner = _mm512_mul_ps(x, _mm512_fmadd_ps(square, cubic, _mm512_set1_ps(1.5957691216f)));
+    inner = _mm512_max_ps(_mm512_min_ps(inner, _mm512_set1_ps(1e3f)), _mm512_set1_ps(-1e3f));
+  }
+  const __m512 power = exp2_ps(_mm512_mul_ps(inner, _mm512_set1_ps(-1.44269504f)));
+  return _mm512_div_ps(x, _mm512_add_ps(power, _mm512_set1_ps(1.0f)));
+}
+
 // One row of 32 finished sums of group `group`.
-inline void finish_row(const Job& job, const float* sums, long row, long group) {
+template <class T>
+inline void finish_row(const Job<T>& job, const float* sums, long row, long group) {
   const long column = group * kGroup;
   __m512 left = _mm512_loadu_ps(sums), right = _mm512_loadu_ps(sums + kTile);
   if (job.bias) {
     left = _mm512_add_ps(left, _mm512_loadu_ps(job.bias + column));
     right = _mm512_add_ps(right, _mm512_loadu_ps(job.bias + column + kTile));
   }
-  if (job.finish == kSiluAndMul) {  // the group's first tile is gate, its second up
-    const __m512 power = exp2_ps(_mm512_mul_ps(left, _mm512_set1_ps(-1.44269504f)));
-    const __m512 gate = _mm512_div_ps(left, _mm512_add_ps(power, _mm512_set1_ps(1.0f)));
-    store_bf16((bf16*)job.out + row * job.outputs + group * kTile, _mm512_mul_ps(gate, right));
+  if (gates(job.finish)) {  // the group's first tile is gate, its second up
+    store((T*)job.out + row * job.outputs + group * kTile,
+          _mm512_mul_ps(activate(left, job.finish), right), 0xffff);
     return;
   }
   const __mmask16 l = first(job.outputs - column), r = first(job.outputs - column - kTile);
   const long at = row * job.outputs + column;
-  if (job.finish == kStoreBf16) {
-    store_bf16((bf16*)job.out + at, left, l);
-    store_bf16((bf16*)job.out + at + kTile, right, r);
+  if (job.finish == kStore) {
+    store((T*)job.out + at, left, l);
+    store((T*)job.out + at + kTile, right, r);
     return;
   }
   float* out = (float*)job.out + at;
   if (job.finish == kAddFloat) {
-    left = _mm512_add_ps(left, _mm512_maskz_loadu_ps(l, out));
-    right = _mm512_add_ps(right, _mm512_maskz_loadu_ps(r, out + kTile));
+    left = _mm512_add_ps(left, load(out, l));
+    right = _mm512_add_ps(right, load(out + kTile, r));
   }
-  _mm512_mask_storeu_ps(out, l, left);
-  _mm512_mask_storeu_ps(out + kTile, r, right);
+  store(out, left, l);
+  store(out + kTile, right, r);
 }
 
-void product(const Job& job, const Tiles& tiles, long row, long rows, long group) {
+template <class T>
+void product(const Job<T>& job, const Tiles<T>& tiles, long row, long rows, long group) {
   alignas(64) float sums[kRows * kGroup];
-  tiles.multiply<false>(job.x + row * job.depth, job.depth, job.weight + group * kGroup * job.depth,
+  tiles.template multiply<false>(job.x + row * job.depth, job.depth, job.weight + group * kGroup * job.depth,
                         job.depth, sums, kGroup, rows, kGroup);
   for (long i = 0; i < rows; i++) finish_row(job, sums + i * kGroup, row + i, group);
 }
 
 // Rows [begin, end) times groups [first_group, last_group).
-void chunk(const Job& job, long begin, long end, long first_group, long last_group) {
+template <class T>
+void chunk(const Job<T>& job, long begin, long end, long first_group, long last_group) {
   const long whole = begin + (end - begin) / kRows * kRows;
   if (whole > begin) {
-    const Tiles tiles(kRows);
+    const Tiles<T> tiles(kRows);
     for (long group = first_group; group < last_group; group++)
       for (long row = begin; row < whole; row += kRows) product(job, tiles, row, kRows, group);
   }
   if (end > whole) {
-    const Tiles tiles(end - whole);
+    const Tiles<T> tiles(end - whole);
     for (long group = first_group; group < last_group; group++)
       product(job, tiles, whole, end - whole, group);
   }
 }
 
-}  // namespace
-}  // namespace baton
-
-using namespace baton;
-
 // `weight` (outputs, depth), depth a multiple of 32, into groups; outputs past the end are zeros.
-extern "C" void baton_pack(const bf16* weight, bf16* packed, long outputs, long depth) {
-  const long groups = (outputs + kGroup - 1) / kGroup;
-  for (long group = 0; group < groups; group++)
-    for (long k = 0; k < depth; k += 2)
-      for (long column = 0; column < kGroup; column++) {
-        const long output = group * kGroup + column, pair = k % kDepth / 2;
-        bf16* to = packed + group * kGroup * depth + k / kDepth * kGroupDepth +
-                   column / kTile * kGroupDepth / 2 + pair * kDepth + column % kTile * 2;
-        to[0] = output < outputs ? weight[output * depth + k] : 0;
-        to[1] = output < outputs ? weight[output * depth + k + 1] : 0;
-      }
+template <class T>
+void pack(const T* weight, T* packed, long outputs, long depth) {
+  const long padded = (outputs + kGroup - 1) / kGroup * kGroup;
+  for (long output = 0; output < padded; output++)
+    for (long k = 0; k < depth; k += kPack<T>) {
+      T* to = packed + packed_at<T>(output, k, depth);
+      for (long i = 0; i < kPack<T>; i++) to[i] = output < outputs ? weight[output * depth + k + i] : 0;
+    }
 }
 
 // x (rows, depth) times packed weights of `packed_outputs` rows. out is (rows, outputs) in the
-// form that `finish` names; kSiluAndMul has half as many outputs as packed rows.
-extern "C" void baton_linear(const bf16* x, const bf16* packed, const float* bias, void* out,
-                             long rows, long packed_outputs, long depth, int finish, int threads) {
-  const long outputs = finish == kSiluAndMul ? packed_outputs / 2 : packed_outputs;
-  const Job job{x, packed, bias, out, rows, outputs, depth, finish};
+// form that `finish` names; gated forms have half as many outputs as packed rows.
+template <class T>
+void linear(const T* x, const T* packed, const float* bias, void* out, long rows,
+            long packed_outputs, long depth, int finish, int threads) {
+  const long outputs = gates(finish) ? packed_outputs / 2 : packed_outputs;
+  const Job<T> job{x, packed, bias, out, rows, outputs, depth, finish};
   const long groups = (packed_outputs + kGroup - 1) / kGroup;
   const long chunks = (rows + kChunk - 1) / kChunk;
 #pragma omp parallel num_threads(threads)
@@ -109,3 +119,21 @@ extern "C" void baton_linear(const bf16* x, const bf16* packed, const float* bia
     }
   }
 }
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+#define BATON_LINEAR(T)                                                                          \
+  extern "C" void baton_pack_##T(const T* weight, T* packed, long outputs, long depth) {          \
+    pack(weight, packed, outputs, depth);                                                         \
+  }                                                                                               \
+  extern "C" void baton_linear_##T(const T* x, const T* packed, const float* bias, void* out,     \
+                                   long rows, long packed_outputs, long depth, int finish,        \
+                                   int threads) {                                                 \
+    linear(x, packed, bias, out, rows, packed_outputs, depth, finish, threads);                   \
+  }
+
+BATON_LINEAR(bf16)
+BATON_LINEAR(float)

@@ -1,8 +1,9 @@
 // The one product everything is made of: C[rows][32] (+)= A[rows][depth] * B, with B packed.
 //
-// Packed B of one group of 32 columns: [depth / 32][2 tiles][16 pairs][16 columns][2 values], the
-// layout of AMX's second operand, which is also one 16-lane vector of pairs per 64 bytes for
-// AVX512-BF16. Both variants add the products of a column in order of depth.
+// A word is 32 bits of a row: two bfloat16 values or one float32. Packed B of one group of 32
+// columns: [depth / 32][2 tiles][words][16 columns][values of a word]. Of bfloat16 that is the
+// layout of AMX's second operand; of both it is one vector of 16 words per 64 bytes. Every variant
+// adds the products of a column in order of depth.
 #pragma once
 #include "common.h"
 
@@ -13,11 +14,96 @@
 
 namespace baton {
 
+template <class T>
+constexpr long kPack = sizeof(int32_t) / sizeof(T);  // values of a word
+
+// Where the word of value `k` of `column` is in a packed operand of some depth.
+template <class T>
+inline long packed_at(long column, long k, long depth) {
+  return column / kGroup * kGroup * depth + k / kDepth * kGroupDepth +
+         column % kGroup / kTile * kGroupDepth / 2 + k % kDepth / kPack<T> * kTile * kPack<T> +
+         column % kTile * kPack<T>;
+}
+
+inline __m512 add_products(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
+
+inline __m512 add_products(__m512 sum, __m512bh a, __m512bh b) {
+  return _mm512_dpbf16_ps(sum, a, b);
+}
+
+inline __m512 words(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512bh words(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+inline __m512 repeated(const float* p) { return _mm512_set1_ps(*p); }
+
+inline __m512bh repeated(const bf16* p) {
+  int32_t both;
+  std::memcpy(&both, p, sizeof both);
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+
+template <class T>
+class Tiles {
+ public:
+  static constexpr long kRowStep = 1;  // `rows` are a multiple of it
+
+  explicit Tiles(long) {}
+
+  // C is [rows][ldc] float32; with 16 `columns` only the first tile of the group is computed.
+  template <bool kAdd>
+  [[gnu::noinline]] void multiply(const T* a, long lda, const T* b, long depth, float* c, long ldc,
+                                  long rows, long columns) const {
+    const long rest = rows_of<kAdd, 12>(a, lda, b, depth, c, ldc, rows, columns);
+    const long last = rows_of<kAdd, 4>(a, lda, b, depth, c, ldc, rest, columns);
+    rows_of<kAdd, 1>(a, lda, b, depth, c, ldc, last, columns);
+  }
+
+ private:
+  // As many rows as there are in steps of kRows; returns how many are left.
+  template <bool kAdd, int kRows>
+  static long rows_of(const T*& a, long lda, const T* b, long depth, float*& c, long ldc,
+                      long rows, long columns) {
+    for (; rows >= kRows; rows -= kRows, a += kRows * lda, c += kRows * ldc)
+      if (columns > kTile)
+        block<kAdd, kRows, 2>(a, lda, b, depth, c, ldc);
+      else
+        block<kAdd, kRows, 1>(a, lda, b, depth, c, ldc);
+    return rows;
+  }
+
+  template <bool kAdd, int kRows, int kWide>
+  static void block(const T* a, long lda, const T* b, long depth, float* c, long ldc) {
+    using Words = decltype(words(b));
+    __m512 sum[kRows][kWide];
+    for (int r = 0; r < kRows; r++)
+      for (int w = 0; w < kWide; w++)
+        sum[r][w] = kAdd ? _mm512_loadu_ps(c + r * ldc + w * kTile) : _mm512_setzero_ps();
+    for (long k = 0; k < depth; k += kDepth, a += kDepth, b += kGroupDepth)
+      for (long i = 0; i < kDepth; i += kPack<T>) {
+        Words columns[kWide];
+        for (int w = 0; w < kWide; w++) {
+          const T* at = b + w * kGroupDepth / 2 + i * kTile;
+          columns[w] = words(at);
+          // Few rows wait for memory, and the hardware looks less far ahead.
+          if (kRows <= 4 && !kAdd) _mm_prefetch((const char*)(at + 2 * kGroupDepth), _MM_HINT_T0);
+        }
+        for (int r = 0; r < kRows; r++) {
+          const Words value = repeated(a + r * lda + i);
+          for (int w = 0; w < kWide; w++) sum[r][w] = add_products(sum[r][w], value, columns[w]);
+        }
+      }
+    for (int r = 0; r < kRows; r++)
+      for (int w = 0; w < kWide; w++) _mm512_storeu_ps(c + r * ldc + w * kTile, sum[r][w]);
+  }
+};
+
 #ifdef __AMX_BF16__
 
 // Tile registers of the calling thread, for A with up to `rows` (1 to 32) rows.
-class Tiles {
+template <>
+class Tiles<bf16> {
  public:
+  static constexpr long kRowStep = kTile;
   explicit Tiles(long rows) {
     alignas(64) uint8_t config[64] = {1};
     uint16_t* bytes = (uint16_t*)(config + 16);
@@ -33,8 +119,7 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 
-  // C is [rows][ldc] float32. `rows` is the configured number, or 16 of more; with 16 `columns`
-  // only the first tile of the group is computed.
+  // `rows` is the configured number, or 16 of more.
   template <bool kAdd>
   void multiply(const bf16* a, long lda, const bf16* b, long depth, float* c, long ldc, long rows,
                 long columns) const {
@@ -90,52 +175,6 @@ inline bool enable_tiles() {
 }
 
 #else
-
-class Tiles {
- public:
-  explicit Tiles(long) {}
-
-  template <bool kAdd>
-  void multiply(const bf16* a, long lda, const bf16* b, long depth, float* c, long ldc, long rows,
-                long columns) const {
-    long row = 0;
-    for (; row + 12 <= rows; row += 12) rows_of<kAdd, 12>(a, lda, b, depth, c, ldc, columns, row);
-    for (; row + 4 <= rows; row += 4) rows_of<kAdd, 4>(a, lda, b, depth, c, ldc, columns, row);
-    for (; row < rows; row++) rows_of<kAdd, 1>(a, lda, b, depth, c, ldc, columns, row);
-  }
-
- private:
-  template <bool kAdd, int kRows>
-  static void rows_of(const bf16* a, long lda, const bf16* b, long depth, float* c, long ldc,
-                      long columns, long row) {
-    a += row * lda;
-    c += row * ldc;
-    if (columns > kTile) return block<kAdd, kRows, 2>(a, lda, b, depth, c, ldc);
-    return block<kAdd, kRows, 1>(a, lda, b, depth, c, ldc);
-  }
-
-  template <bool kAdd, int kRows, int kWide>
-  static void block(const bf16* a, long lda, const bf16* b, long depth, float* c, long ldc) {
-    __m512 sum[kRows][kWide];
-    for (int r = 0; r < kRows; r++)
-      for (int w = 0; w < kWide; w++)
-        sum[r][w] = kAdd ? _mm512_loadu_ps(c + r * ldc + w * kTile) : _mm512_setzero_ps();
-    for (long k = 0; k < depth; k += kDepth, a += kDepth, b += kGroupDepth)
-      for (long pair = 0; pair < kTile; pair++) {
-        __m512bh columns[kWide];
-        for (int w = 0; w < kWide; w++)
-          columns[w] = (__m512bh)_mm512_loadu_si512(b + w * kGroupDepth / 2 + pair * kDepth);
-        for (int r = 0; r < kRows; r++) {
-          int32_t both;
-          std::memcpy(&both, a + r * lda + 2 * pair, sizeof both);
-          const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
-          for (int w = 0; w < kWide; w++) sum[r][w] = _mm512_dpbf16_ps(sum[r][w], value, columns[w]);
-        }
-      }
-    for (int r = 0; r < kRows; r++)
-      for (int w = 0; w < kWide; w++) _mm512_storeu_ps(c + r * ldc + w * kTile, sum[r][w]);
-  }
-};
 
 inline bool enable_tiles() { return true; }
 
