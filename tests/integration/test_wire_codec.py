@@ -3,87 +3,25 @@ definition, computed offline without any hand-off."""
 
 import asyncio
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import torch
 
-from baton.engine.kv.codec import BlockCodec
 from baton.engine.kv.quantized_sizes import QuantizedSizes
-from baton.engine.kv_stores import KVStore, Place
 from baton.engine.llm import LLM
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.sequence import Sequence
 from baton.engine.transfer.plan import FramePlan
+from baton.v1 import common_pb2
 from prefill_service import encoding
 from tests.support.client import PairClient, Served, sampling_pb
+from tests.support.families import reference_model
 from tests.support.handoffs import FIRST, by_hand, lying, until, whole_block
-from tests.support.tiny import run_decode, run_prefill
+from tests.support.tiny import VOCAB, run_decode, run_prefill
 from tests.support.transport_pair import offline, random_prompt, transport_of
+from tests.support.wire_definition import BLOCK, defined
 
-BLOCK = 4
 LENGTHS = (1, 9, 70)
-
-
-class Offline:
-    """An engine that stops after the prompt, shows its cache, lets it be written, and goes on."""
-
-    def __init__(self, path: Path, kv_dtype: str = "auto") -> None:
-        llm = LLM(path, "float32", num_blocks=256, block_size=BLOCK, kv_dtype=kv_dtype,
-                  enable_prefix_cache=False)  # fmt: skip
-        self.engine: Any = llm.engine
-        self.cache = self.engine._runner.kv_cache
-        self.store = KVStore.of(self.cache.layout, torch.float32)
-        self._llm = llm
-
-    def prefill(self, prompt: list[int], max_tokens: int) -> Sequence:
-        seq = self._llm._sequence(
-            prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        )
-        self.engine.add(seq)
-        self.engine.step()
-        return self.engine.scheduler.running[0] if self.engine.scheduler.running else seq
-
-    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(self.cache.slots, self.cache.tables, strict=True))
-
-    def finish(self, seq: Sequence) -> list[int]:
-        while self.engine.scheduler.has_work():
-            self.engine.step()
-        return seq.token_ids[seq.num_prompt_tokens :]
-
-
-@lru_cache
-def _offline(path: Path, kv_dtype: str = "") -> Offline:
-    """ "" is the plain one that computes prompts."""
-    return Offline(path, kv_dtype or "auto")
-
-
-def through(codec: str, kv: torch.Tensor) -> torch.Tensor:
-    if codec == "raw":
-        return kv
-    full, shape = len(kv) // BLOCK * BLOCK, kv.shape[1:]
-    block_codec = BlockCodec(QuantizedSizes(codec, BLOCK, shape[1], shape[2]))
-    done = block_codec.decode(block_codec.encode(kv[:full].view(-1, BLOCK, *shape)))
-    return torch.cat((done.view(full, *shape), kv[full:]))
-
-
-def defined(
-    path: Path, prompt: list[int], codec: str, kv_dtype: str = "auto", max_tokens: int = 12
-) -> list[int]:
-    """Prefill's keys and values go through the codec and into a cache of decode's kind, which
-    goes on from prefill's first token."""
-    ours, theirs = _offline(path), _offline(path, kv_dtype)
-    sent, here = ours.prefill(prompt, max_tokens), theirs.prefill(prompt, max_tokens)
-    for layer, target in zip(ours.layers(), theirs.layers(), strict=True):
-        kv = ours.store.read(layer, Place.of(sent), len(prompt))
-        theirs.store.write(target, Place.of(here), through(codec, kv.contiguous()))
-    here.token_ids[-1] = sent.token_ids[-1]
-    ours.finish(sent)
-    return theirs.finish(here)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +67,109 @@ def prefill_bytes(length: int, codec: str) -> int:
 def sent(served: Served) -> int:
     assert served.prefill_done is not None
     return served.prefill_done.bytes_sent
+
+
+POLICIES = {  # and tokens that they leave of 70
+    "snapkv(budget=0.5,window=8)": 35,
+    "streaming(sinks=4,window=24)": 30,
+    "h2o(budget=18)": 18,
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "codec", "transport", "kv_dtype"),
+    [
+        ("snapkv(budget=0.5,window=8)", "int8", "grpc", "auto"),
+        ("snapkv(budget=0.5,window=8)", "int4", "torch", "int4"),
+        ("snapkv(budget=0.5,window=8)", "raw", "shm", "int8"),
+        ("streaming(sinks=4,window=24)", "fp8", "grpc", "auto"),
+        ("streaming(sinks=4,window=24)", "int8", "torch", "fp8"),
+        ("h2o(budget=18)", "int4", "grpc", "auto"),
+    ],
+)
+async def test_what_a_policy_leaves_of_a_prompt_is_encoded_and_what_it_keeps_beside_it_is_not(
+    tiny_llama: Path, policy: str, codec: str, transport: str, kv_dtype: str
+) -> None:
+    """Two choices of one prompt; both go on by the policy, over what came through the codec."""
+    values: dict[str, Any] = {"transport": transport, "kv_policy": policy, "num_blocks": 128}
+    async with (
+        run_prefill(tiny_llama, wire_codec=codec, **values) as prefill,
+        run_decode(tiny_llama, kv_dtype=kv_dtype, **values) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        prompt, kept = random_prompt(70, 1), POLICIES[policy]
+        served = await client.serve(prompt, sampling_pb(max_tokens=40, ignore_eos=True, n=2))
+        wanted = defined(tiny_llama, prompt, codec, kv_dtype, 40, policy)
+        assert served.texts() == [wanted, wanted]
+        states = 1024 if policy.startswith("h2o") else 0  # a block of them
+        assert sent(served) == prefill_bytes(kept, codec) + states
+        assert decode.parts.engine.scheduler.prefill_tokens_computed == 0
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+@pytest.mark.parametrize("policy", ["full", *POLICIES])
+async def test_a_choice_of_a_lost_worker_goes_on_over_what_came_encoded(
+    tiny_llama: Path, policy: str
+) -> None:
+    """Its tokens so far are computed exactly with the prompt, and encoded with it."""
+    values: dict[str, Any] = {"transport": "grpc", "kv_policy": policy, "num_blocks": 128}
+    async with (
+        run_prefill(tiny_llama, wire_codec="int8", **values) as prefill,
+        run_decode(tiny_llama, **values) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        prompt, given = random_prompt(70, 1), random_prompt(9, 2)
+        known = common_pb2.Continuation(choice=0, output_token_ids=given)
+        served = await client.serve(
+            prompt, sampling_pb(max_tokens=30, ignore_eos=True), continuation=known
+        )
+        wanted = defined(tiny_llama, prompt, "int8", "auto", 30, policy, given)
+        assert served.texts() == [wanted] and wanted[:9] == given
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+@pytest.mark.parametrize(("codec", "kv_dtype"), [("int8", "auto"), ("fp8", "int4")])
+async def test_larger_blocks_of_prefill_are_encoded_in_decodes_size(
+    tiny_llama: Path, codec: str, kv_dtype: str
+) -> None:
+    settings: dict[str, Any] = {"transport": "grpc", "wire_codec": codec, "block_size": 2 * BLOCK}
+    async with (
+        run_prefill(tiny_llama, **settings) as prefill,
+        run_decode(tiny_llama, transport="grpc", kv_dtype=kv_dtype, num_blocks=128) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        for length in LENGTHS:
+            prompt = random_prompt(length, length)
+            served = await client.serve(prompt, sampling_pb(max_tokens=12, ignore_eos=True))
+            assert served.texts() == [defined(tiny_llama, prompt, codec, kv_dtype)]
+            assert sent(served) == prefill_bytes(length, codec)
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("codec", "transport", "kv_dtype"),
+    [("int8", "grpc", "auto"), ("fp8", "grpc", "int4"), ("raw", "shm", "int8")],
+)
+async def test_of_a_model_with_windows_what_the_next_token_sees_is_encoded(
+    tmp_path: Path, codec: str, transport: str, kv_dtype: str
+) -> None:
+    model = reference_model("mistral", spread=0.4, vocab_size=VOCAB, sliding_window=9)
+    model.save_pretrained(tmp_path)
+    async with (
+        run_prefill(tmp_path, transport=transport, wire_codec=codec) as prefill,
+        run_decode(tmp_path, transport=transport, kv_dtype=kv_dtype, num_blocks=128) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        for length, blocks in ((7, 2), (70, 3)):
+            prompt = random_prompt(length, length)
+            served = await client.serve(prompt, sampling_pb(max_tokens=30, ignore_eos=True))
+            assert served.texts() == [defined(tmp_path, prompt, codec, kv_dtype, 30)]
+            assert served.prefill_done is not None and served.prefill_done.blocks_sent == blocks
+            await prefill.wait_idle()
+            await decode.wait_idle()
 
 
 async def test_nothing_that_was_encoded_is_shared_and_exact_prefixes_still_are(
