@@ -18,6 +18,7 @@ from baton.engine.transfer.base import HandoffLost
 from baton.store import StoredModel
 from decode_service.inbox import Inbox
 from prefill_service.worker import PrefillWorker
+from router.generation import Generation
 from tests.integration.test_cluster_ledger import body, ledger_of, prompt, slow_down
 from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
 from tests.support.gateway import until
@@ -209,3 +210,27 @@ async def test_a_lost_attempt_is_named(
         monkeypatch.setattr(PrefillWorker, "prefill", lost_once)
         miss = ttft_miss(await ask(running, "again", body(prompt(random.Random(30), 20))))
         assert miss["cause"] == "retry"
+
+
+async def test_a_model_that_is_slow_by_itself_is_named(tiny_chat: StoredModel) -> None:
+    """Nobody is beside the request, and nothing else takes time."""
+    async with running_cluster(tiny_chat, router={"decode_prefills": "never"}) as running:
+        slow_down(running.decodes[0], SLOW_S)
+        ledger = await ask(running, "alone", body(prompt(random.Random(40), 40)), LATE_TOKENS)
+    miss = tpot_miss(ledger)
+    assert miss["cause"] == "model" and miss["shares_ms"]["model"] >= 7 * SLOW_S * 1e3
+
+
+async def test_a_router_that_is_slow_itself_is_named(
+    tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = Generation.push
+
+    def slowly(self: Generation, tokens: Any) -> Any:
+        time.sleep(SLOW_S)
+        return push(self, tokens)
+
+    async with running_cluster(tiny_chat, router={"decode_prefills": "never"}) as running:
+        monkeypatch.setattr(Generation, "push", slowly)
+        ledger = await ask(running, "busy", body(prompt(random.Random(41), 40)), LATE_TOKENS)
+    assert tpot_miss(ledger)["cause"] == "router"

@@ -1,5 +1,8 @@
 """`timing` in answers and `GET /v1/requests`, over scripted workers."""
 
+import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -151,3 +154,35 @@ async def test_the_ledger_log_has_a_line_per_request(model: TextModel, tmp_path:
     assert [row["id"] for row in rows] == ["a", "b"]
     for row in rows:
         assert_sums(row["timing"])
+
+
+async def test_a_client_that_does_not_read_is_named_as_the_cause_of_its_miss(
+    running: RunningGateway,
+) -> None:
+    """16 choices with their logprobs are more than what fits between the two."""
+    (decode,) = running.cluster.decodes
+    running.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", running.port))
+        client.setblocking(False)
+        began = time.monotonic()
+        client.sendall(slow_request())
+        await until(lambda: decode.counters.completed == 1)
+        await asyncio.sleep(2 * (time.monotonic() - began) + 0.1)  # twice as long as all the rest
+        loop, answer = asyncio.get_running_loop(), b""
+        while piece := await loop.sock_recv(client, 1 << 16):
+            answer += piece
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    await until(lambda: running.gateway.ledgers.recent.find("slow") is not None)
+    (miss,) = (await running.client.get("/v1/requests/slow")).json()["misses"]
+    assert (miss["target"], miss["cause"]) == ("tpot", "slow_client"), miss["shares_ms"]
+
+
+def slow_request() -> bytes:
+    sizes = {"n": 16, "max_tokens": 40, "logprobs": 5, "temperature": 1}
+    body = orjson.dumps({"prompt": "hi", "stream": True, "ignore_eos": True, **sizes})
+    return (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: slow\r\n"
+        f"x-baton-tpot-ms: 1\r\ncontent-length: {len(body)}\r\n\r\n"
+    ).encode() + body

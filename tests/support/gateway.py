@@ -45,7 +45,11 @@ class RunningGateway:
     gateway: Gateway
     cluster: StubCluster
     client: httpx.AsyncClient
-    port: int
+    listener: socket.socket
+
+    @property
+    def port(self) -> int:
+        return int(self.listener.getsockname()[1])
 
     @property
     def url(self) -> str:
@@ -104,7 +108,7 @@ async def running_gateway(
                 async with httpx.AsyncClient(
                     base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits
                 ) as client:
-                    yield RunningGateway(gateway, cluster, client, port)
+                    yield RunningGateway(gateway, cluster, client, listener)
         finally:
             await cluster.stop()
 

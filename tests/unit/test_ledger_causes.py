@@ -27,6 +27,7 @@ def request(
     client: float = 0.0,
     retry: float = 0.0,
     preempted: float = 0.0,
+    tokenise: float = 0.0,
     **targets: float,
 ) -> Ledger:
     """One request of 100 prompt tokens; all clocks are equal. `steps`: (seconds, batch size)."""
@@ -34,6 +35,8 @@ def request(
     ledger.num_prompt_tokens = 100
     trail, at = ledger.trail(), 0.0
     trail.num_known_tokens = known
+    trail.span("tokenise", at, at + tokenise)
+    at += tokenise
     trail.span("admission", at, at + admission)
     at += admission
     if retry:
@@ -76,20 +79,26 @@ def one(ledger: Ledger, alone: float | None = 0.02) -> Miss:
     return miss
 
 
+PROVOKED = [
+    (request(admission=0.5, ttft_target_s=0.3), "admission_queue"),
+    (request(queue=0.5, ttft_target_s=0.3), "prefill_queue"),
+    (request(prefill=0.5, ttft_target_s=0.3), "long_prompt"),
+    (request(prefill=0.5, known=96, ttft_target_s=0.3), "cold_prefix"),
+    (request(retry=0.5, ttft_target_s=0.3), "retry"),
+    (request(transfer=0.4, tpot_target_s=0.03), "transfer"),
+    (request(steps=[(0.08, 16)] * 6, tpot_target_s=0.03), "decode_batch"),
+    (request(preempted=0.4, tpot_target_s=0.03), "preemption"),
+    (request(client=0.2, tpot_target_s=0.03), "slow_client"),
+    (request(tokenise=0.5, ttft_target_s=0.3), "router"),
+]
+
+
+def test_every_cause_is_provoked() -> None:
+    assert {cause for _, cause in PROVOKED} | {"model"} == set(CAUSES)
+
+
 @pytest.mark.parametrize(
-    ("ledger", "cause"),
-    [
-        (request(admission=0.5, ttft_target_s=0.3), "admission_queue"),
-        (request(queue=0.5, ttft_target_s=0.3), "prefill_queue"),
-        (request(prefill=0.5, ttft_target_s=0.3), "long_prompt"),
-        (request(prefill=0.5, known=96, ttft_target_s=0.3), "cold_prefix"),
-        (request(retry=0.5, ttft_target_s=0.3), "retry"),
-        (request(transfer=0.4, tpot_target_s=0.03), "transfer"),
-        (request(steps=[(0.08, 16)] * 6, tpot_target_s=0.03), "decode_batch"),
-        (request(preempted=0.4, tpot_target_s=0.03), "preemption"),
-        (request(client=0.2, tpot_target_s=0.03), "slow_client"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("ledger", "cause"), PROVOKED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_each_cause_is_named_when_its_removal_would_have_met_the_target(
     ledger: Ledger, cause: str
