@@ -5,15 +5,18 @@ workers live in this process, and a busy machine must not decide the test.
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
 
+from baton.engine.async_engine import EngineFailed
 from baton.store import StoredModel
+from decode_service.worker import DecodeWorker, GenerateJob, Stepped
 from tests.support.cluster import COMPLETIONS, Cluster, ClusterWorker, running_cluster
 from tests.support.gateway import until
 from tests.support.stopwatch import Timed, timed_post
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Turns of the event loop that a request takes outside of its ledger: accept, read, parse, start.
 CROSSINGS = 4
+LOST = 13
 ORDER = [
     "receive",
     "tokenise",
@@ -180,40 +184,71 @@ async def test_a_request_that_moves_keeps_one_timeline(tiny_chat: StoredModel) -
     assert again and all(phase["attempt"] == 2 for phase in again)
 
 
-def mixed(rng: random.Random, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Cold, warm, long, of two choices, whole, single-token, and left early."""
+class Asked(NamedTuple):
+    kind: str
+    body: dict[str, Any]
+    leave_after_bytes: int = 0
+
+
+def mixed(rng: random.Random, count: int) -> list[Asked]:
     shared = prompt(rng, 96)
     makers = [
-        lambda: (body(prompt(rng, rng.randrange(8, 60))), {}),
-        lambda: (body(shared + prompt(rng, 8)), {}),
-        lambda: (body(prompt(rng, 400), max_tokens=24), {}),
-        lambda: (body(prompt(rng, 50), n=2), {}),
-        lambda: (body(prompt(rng, 30), stream=False), {}),
-        lambda: (body(prompt(rng, 30), max_tokens=1), {}),
-        lambda: (body(prompt(rng, 30), max_tokens=150), {"leave_after_bytes": 1500}),
+        lambda: Asked("cold", body(prompt(rng, rng.randrange(8, 60)))),
+        lambda: Asked("warm", body(shared + prompt(rng, 8))),
+        lambda: Asked("long", body(prompt(rng, 400), max_tokens=24)),
+        lambda: Asked("two choices", body(prompt(rng, 50), n=2)),
+        lambda: Asked("whole", body(prompt(rng, 30), stream=False)),
+        lambda: Asked("one token", body(prompt(rng, 30), max_tokens=1)),
+        lambda: Asked("left", body(prompt(rng, 30), max_tokens=150), leave_after_bytes=1500),
+        lambda: Asked("migrated", body(prompt(rng, 40), max_tokens=16, seed=LOST)),
+        lambda: Asked("decode only", body(prompt(rng, rng.randrange(8, 150)))),
     ]
     return [makers[i % len(makers)]() for i in range(count)]
 
 
-async def run_mixed(cluster: Cluster, count: int, at_once: int, seed: int) -> None:
+@pytest.fixture
+def decode_loses_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode gives requests of the seed LOST up after three steps; they go on on another worker."""
+    generate = DecodeWorker.generate
+
+    async def give_up(self: DecodeWorker, job: GenerateJob) -> AsyncIterator[Any]:
+        steps = 0
+        async with contextlib.aclosing(generate(self, job)) as events:
+            async for event in events:
+                yield event
+                steps += isinstance(event, Stepped)
+                if steps == 3 and job.sampling.seed == LOST and not job.output:
+                    raise EngineFailed("on purpose")
+
+    monkeypatch.setattr(DecodeWorker, "generate", give_up)
+
+
+async def run_mixed(cluster: Cluster, alone: Cluster, count: int, at_once: int, seed: int) -> None:
+    """`alone` has no prefill worker."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(i: int, request: dict[str, Any], more: dict[str, Any]) -> None:
+    async def one(i: int, asked: Asked) -> None:
+        asking = alone if asked.kind == "decode only" else cluster
+        more = {"leave_after_bytes": asked.leave_after_bytes}
         async with gate:
-            await check(cluster, f"mixed-{seed}-{i}", request, **more)
+            ledger = await check(asking, f"mixed-{seed}-{i}", asked.body, **more)
+        names = {phase["name"] for phase in ledger["timing"]["phases"]}
+        assert ("migration" in names) == (asked.kind == "migrated"), (asked.kind, names)
+        assert bool(ledger["prefill"]) == (asked.kind != "decode only"), asked.kind
 
-    requests = mixed(random.Random(seed), count)
     async with asyncio.TaskGroup() as group:
-        for i, (request, more) in enumerate(requests):
-            group.create_task(one(i, request, more))
-    await cluster.settle()
+        for i, asked in enumerate(mixed(random.Random(seed), count)):
+            group.create_task(one(i, asked))
+    for each in (cluster, alone):
+        await each.settle()
 
 
 @pytest.mark.slow
-async def test_mixed_requests_sum_to_the_clients_stopwatch(cluster: Cluster) -> None:
-    await run_mixed(cluster, 42, at_once=4, seed=7)
-
-
-@pytest.mark.slow
-async def test_two_hundred_mixed_requests_sum_to_the_clients_stopwatch(cluster: Cluster) -> None:
-    await run_mixed(cluster, 200, at_once=6, seed=8)
+@pytest.mark.usefixtures("decode_loses_some")
+@pytest.mark.parametrize(("count", "at_once"), [(45, 4), (207, 6)])
+async def test_mixed_requests_sum_to_the_clients_stopwatch(
+    cluster: Cluster, tiny_chat: StoredModel, count: int, at_once: int
+) -> None:
+    router = {"decode_prefills": "fallback", "ledger_recent": 1000}
+    async with running_cluster(tiny_chat, prefills=0, decodes=1, router=router) as alone:
+        await run_mixed(cluster, alone, count, at_once, seed=count)
