@@ -28,9 +28,10 @@ from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVCache
 from baton.engine.kv_layout import KVLayout
 from baton.engine.sampler import Sampler
-from baton.engine.transfer.torch_dist import _gloo
+from baton.engine.transfer.pair_group import gloo
 from baton.v1 import decode_pb2_grpc
 from baton.worker.activity import Activity
+from baton.worker.heap import keep_freed_memory
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
 from decode_service.transfer import KVTransferServicer
@@ -83,6 +84,7 @@ class _NoModel:
 
 def _decode_process(ready: Any) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     asyncio.run(_decode(ready))
 
 
@@ -106,7 +108,7 @@ async def _decode(ready: Any) -> None:
     address, server = await serve_decode(settings, engine, cache, VOCAB)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ready.send((address, store.port))
-    group = await asyncio.to_thread(_gloo, store, 1, timedelta(seconds=60), "127.0.0.1")
+    group = await asyncio.to_thread(gloo, store, 1, timedelta(seconds=60), "127.0.0.1")
     await asyncio.to_thread(_serve_raw_gloo, group)
     await server.stop(0)
 
@@ -178,7 +180,7 @@ def running_peer() -> Iterator[Peer]:
     try:
         address, port = mine.recv()
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        group = _gloo(store, 0, timedelta(seconds=60), "127.0.0.1")
+        group = gloo(store, 0, timedelta(seconds=60), "127.0.0.1")
         messages = [os.urandom(MESSAGE) for _ in range(MOST // MESSAGE)]
         yield Peer(address, psutil.Process(process.pid), group, store, _memory().fill_(1), messages)
     finally:

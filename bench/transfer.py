@@ -40,6 +40,7 @@ from baton.engine.transfer.base import FirstToken
 from baton.engine.transfer.plan import FramePlan
 from baton.engine.transfer.shm import SharedMemory
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from baton.worker.heap import keep_freed_memory
 from prefill_service.pairs import Pairs
 
 SIZES_MIB = (1, 16, 256)
@@ -159,6 +160,7 @@ def main() -> int:
     arguments.add_argument("--no-model", action="store_true", help="skip the real model's overlap")
     args: Any = arguments.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     report = Report("KV transfer")
     with running_peer() as peer:
         asyncio.run(measure(report, peer, args.quick))

@@ -4,7 +4,7 @@ Owns the receiving ends of the transports; all are bounded. Knows no reservation
 means, and whether it is still wanted, is decided elsewhere.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from baton.cluster.settings import DecodeSettings
 from baton.engine.kv_layout import KVLayout
@@ -12,8 +12,8 @@ from baton.engine.transfer import shm, torch_dist
 from baton.engine.transfer.base import (
     MAX_FRAME_BYTES,
     Carrier,
+    FrameRoom,
     HandoffRefused,
-    Payload,
     ShmBlocks,
     TorchMessage,
     TransportFailed,
@@ -23,9 +23,6 @@ from baton.engine.transfer.wire import codecs_of
 from baton.v1 import common_pb2
 from baton.worker.activity import TransferResources
 from baton.worker.translate import layout_to_pb
-
-Write = Callable[[Payload, int | None], None]
-"""Takes a payload and its checksum, in any thread; the payload is only lent."""
 
 
 class Inbox:
@@ -52,26 +49,24 @@ class Inbox:
             codecs=codecs_of(self._layout),
         )
 
-    async def deliver(
-        self, carrier: Carrier, work: int, checksum: int | None, write: Write
-    ) -> None:
-        """Hands the bytes to `write`, in a thread if that is much work (in bytes copied). Raises
-        TransportFailed, HandoffRefused for more bytes than any frame may have, or what `write`
-        raises."""
+    async def deliver(self, carrier: Carrier, checksum: int | None, frame: FrameRoom) -> None:
+        """Writes the bytes, in a thread if that is much work. Raises TransportFailed, or
+        HandoffError also for more bytes than any frame may have."""
         if isinstance(carrier, ShmBlocks):
             self._check_offered("shm")
-            await copying(work, write, self.pools.find(carrier), checksum)
+            blocks = self.pools.find(carrier)
+            await copying(frame.work, frame.write, frame.plan, blocks, checksum)
             return
         size = carrier.size if isinstance(carrier, TorchMessage) else len(carrier)
         if size > MAX_FRAME_BYTES:
             raise HandoffRefused(f"a frame of {size} bytes is over the limit {MAX_FRAME_BYTES}")
         if isinstance(carrier, TorchMessage):
             self._check_offered("torch")
-            await self.groups.take(carrier, write)
+            await self.groups.take(carrier, frame)
             return
         self._message_bytes += size
         try:
-            await copying(work, write, carrier, checksum)
+            await copying(frame.work, frame.write, frame.plan, carrier, checksum)
         finally:
             self._message_bytes -= size
 

@@ -7,6 +7,7 @@ blocks back, nobody writes them any more.
 """
 
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,22 @@ from baton.engine.transfer.base import Commit, HandoffDamaged, HandoffRefused, P
 from baton.engine.transfer.landing import Landing
 from baton.engine.transfer.plan import RAW, FramePlan
 from decode_service.reservations import Reservation, Reservations, State
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedFrame:
+    """A `FrameRoom`."""
+
+    handoff: "IncomingHandoff"
+    sequence: int
+    plan: FramePlan
+    work: int
+
+    def num_bytes(self, part: FramePlan) -> int:
+        return self.handoff.num_bytes(part)
+
+    def write(self, part: FramePlan, payload: Payload, checksum: int | None) -> None:
+        self.handoff.write(self, part, payload, checksum)
 
 
 class IncomingHandoff:
@@ -39,7 +56,7 @@ class IncomingHandoff:
         self._landing = Landing(cache, source, reservation.seq)
         self._approximate = self._landing.converts
         self._ended = False
-        self._expected: dict[int, FramePlan] = {}
+        self._expected: dict[int, ExpectedFrame] = {}
         """By sequence: booked, and not yet applied."""
         self._writing = threading.Lock()
         num_held = reservation.num_held * (cache.layout.block_size // source.block_size)
@@ -51,11 +68,7 @@ class IncomingHandoff:
     def num_bytes(self, plan: FramePlan) -> int:
         return self._landing.num_bytes(plan)
 
-    def work(self, plan: FramePlan) -> int:
-        """Of `write`, in bytes copied."""
-        return self._landing.work(plan)
-
-    def expect(self, sequence: int, plan: FramePlan) -> None:
+    def expect(self, sequence: int, plan: FramePlan) -> "ExpectedFrame":
         self._check_state()
         if sequence != self.num_frames:
             raise HandoffDamaged(f"frame {sequence} came, {self.num_frames} was next")
@@ -64,25 +77,29 @@ class IncomingHandoff:
         if arrived.any():
             raise HandoffRefused(f"block {positions[arrived][0]} came twice or was not asked for")
         self._missing[layers, positions] = False
-        self._expected[sequence] = plan
+        frame = ExpectedFrame(self, sequence, plan, self._landing.work(plan))
+        self._expected[sequence] = frame
         self.num_frames += 1
+        return frame
 
     def expect_again(self, sequence: int) -> None:
         with self._writing:
             for number in range(sequence, self.num_frames):
-                layers, positions = self._place(number, self._expected.pop(number))
+                layers, positions = self._place(number, self._expected.pop(number).plan)
                 self._missing[layers, positions] = True
         self.num_frames = sequence
 
-    def write(self, sequence: int, plan: FramePlan, payload: Payload, checksum: int | None) -> None:
+    def write(
+        self, frame: "ExpectedFrame", part: FramePlan, payload: Payload, checksum: int | None
+    ) -> None:
         with self._writing:
-            if self._ended or self._expected.get(sequence) is not plan:
-                raise HandoffRefused(f"frame {sequence} is not expected any more")
-            self._landing.write(plan, payload, checksum)
+            if self._ended or self._expected.get(frame.sequence) is not frame:
+                raise HandoffRefused(f"frame {frame.sequence} is not expected any more")
+            self._landing.write(part, payload, checksum)
 
     def applied(self, sequence: int) -> None:
         self._check_state()
-        plan = self._expected.pop(sequence)
+        plan = self._expected.pop(sequence).plan
         self.bytes_received += self.num_bytes(plan)
         self._approximate |= plan.codec != RAW
         self._reservation.on_frame()

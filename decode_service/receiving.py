@@ -7,7 +7,6 @@ from that frame on, a commit too, is dropped until it comes again.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import NamedTuple
 
 from baton.engine.transfer.base import (
@@ -130,10 +129,8 @@ class Receiving:
             return
         self._dropping = False
         plan = FramePlan(data.layer_start, data.layer_count, tuple(data.blocks), data.codec or RAW)
-        self._handoff.expect(sequence, plan)
-        write, size = partial(self._handoff.write, sequence, plan), self._handoff.work(plan)
-        delivery = self._inbox.deliver(_carrier(frame), size, checksum, write)
-        writing = asyncio.create_task(delivery)
+        room = self._handoff.expect(sequence, plan)
+        writing = asyncio.create_task(self._inbox.deliver(_carrier(frame), checksum, room))
         writing.add_done_callback(_seen)
         await self._queue.put(_Incoming(sequence, writing, self._attempt))
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 
 from baton.engine.sequence import Sequence
 from baton.engine.transfer.base import BlockReader, PayloadLink
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, RAW, FramePlan
+from baton.engine.transfer.plan import RAW, FramePlan
 from baton.engine.transfer.wire import bytes_per_token, codecs_of
 from baton.v1 import common_pb2
 from prefill_service.wire_policy import LEAST_BYTES, Forecast, Rates, worth_encoding
 
 AUTO = "auto"
 _COMPUTE = "compute"
+_LEAVES_AT_BYTES = 4 << 20
+"""Complete layers leave when they are so much."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ class Encoding:
         )
 
     def _hidden_s(self, raw_bytes: int, now: float) -> float:
-        """The first bytes leave when a frame of them is complete; none do before the end under a
+        """The first bytes leave when enough of them are complete; none do before the end under a
         policy that then drops tokens."""
         seq, rate = self.seq, self.computing.get(_COMPUTE, now)
         if rate is None or seq.dropped_of(seq.num_initial_tokens, self.reader.layout.block_size):
             return 0.0
         computed_s = (seq.num_initial_tokens - seq.num_cached_tokens) / rate
-        return computed_s * max(0.0, 1 - DEFAULT_FRAME_BYTES / raw_bytes)
+        return computed_s * max(0.0, 1 - _LEAVES_AT_BYTES / raw_bytes)

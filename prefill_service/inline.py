@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.transfer.base import BlockReader, Shipment, TransportFailed
 from baton.engine.transfer.offload import copying
-from baton.engine.transfer.plan import DEFAULT_FRAME_BYTES, RAW, FramePlan
+from baton.engine.transfer.plan import RAW, FramePlan
 from baton.engine.transfer.wire import work
 from baton.worker import kv_wire
 
@@ -19,7 +19,7 @@ class InlineLink:
     hand-offs to it, so that a slow one leaves others their share of `in_flight`, the process's."""
 
     name = "grpc"
-    frame_bytes = DEFAULT_FRAME_BYTES
+    frame_bytes = 8 << 20
     depth = 3
     owns_payloads = True
 
@@ -31,9 +31,10 @@ class InlineLink:
     async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
         await self._acquire()
         try:
-            message = await copying(
-                work(reader.num_bytes(plan), plan.codec == RAW), _message, reader, plan, sequence
-            )
+            size = reader.num_bytes(plan)
+            # Made on the event loop, filled in a thread: memory of many threads' own heaps adds up.
+            frame = kv_wire.PayloadFrame(sequence, plan, size, reader.checksums)
+            message = await copying(work(size, plan.codec == RAW), _fill, frame, reader, plan)
         except BaseException:
             self._release()
             raise
@@ -57,9 +58,5 @@ class InlineLink:
         self._of_pair.release()
 
 
-def _message(reader: BlockReader, plan: FramePlan, sequence: int) -> bytes:
-    def fill(payload: memoryview) -> int | None:
-        return reader.read(plan, torch.frombuffer(payload, dtype=torch.uint8))
-
-    size = reader.num_bytes(plan)
-    return kv_wire.payload_frame(sequence, plan, size, reader.checksums, fill)
+def _fill(frame: kv_wire.PayloadFrame, reader: BlockReader, plan: FramePlan) -> bytes:
+    return frame.message(reader.read(plan, torch.frombuffer(frame.payload, dtype=torch.uint8)))

@@ -33,9 +33,9 @@ from prefill_service.wire_policy import Rates
 log = logging.getLogger(__name__)
 
 _MAX_PAIRS = 256
-_INLINE_FRAMES = 16
+_INLINE_FRAMES = 8
 """Of all pairs, unacknowledged."""
-_INLINE_FRAMES_OF_PAIR = 8
+_INLINE_FRAMES_OF_PAIR = 4
 
 
 class Pairs:

@@ -2,8 +2,9 @@
 
 At most `link.depth` frames are unacknowledged, so a slow decode slows prefill. When decode
 cannot read a payload where it should be, that frame and all later ones go again by the pair's
-next transport. Where decode reads blocks that prefill may give away, the commit leaves after
-every frame is acknowledged: nobody commits what was read too late.
+next transport. The commit leaves when no transport reads blocks any more, which prefill may then
+give away; where decode reads them, when every frame is acknowledged. So nobody commits what was
+read too late.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from baton.engine.transfer.base import (
     Shipment,
     TransportFailed,
 )
-from baton.engine.transfer.plan import RAW, FramePlan, split
+from baton.engine.transfer.plan import RAW, FramePlan, cut
 from baton.v1 import common_pb2, kv_pb2
 from baton.worker import kv_wire
 from baton.worker.translate import first_token_to_pb, layout_to_pb
@@ -139,6 +140,7 @@ class PushSender:
             link = await self._best_link()
             if not link.owns_payloads:
                 await self._ship(everything=True)
+            await self._read_out(call)
             message = kv_pb2.KVCommit(num_frames=self.num_frames, first_tokens=tokens)
             await self._written(call)
             await self._in_time(call.write(kv_pb2.KVFrame(commit=message)), call)
@@ -216,14 +218,15 @@ class PushSender:
 
     def _cut(self, plan: FramePlan, max_bytes: int) -> FramePlan:
         """The first frame of a plan; the rest of it comes next."""
-        if self._reader.num_bytes(plan) > max_bytes:
-            unit = max(
-                self._reader.num_bytes(FramePlan(0, 1, (position,), plan.codec))
-                for position in (plan.positions[0], plan.positions[-1])
-            )
-            self._plans.popleft()
-            self._plans.extendleft(reversed(list(split(plan, unit, max_bytes))))
+        self._plans.popleft()
+        self._plans.extendleft(reversed(cut(plan, self._reader.num_bytes, max_bytes)))
         return self._plans[0]
+
+    async def _read_out(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Whoever commits may lose the blocks at once, so no transport still reads them."""
+        works = [frame.shipment.sending for frame in self._frames.values()]
+        if sending := [work for work in works if work is not None]:
+            await self._in_time(asyncio.wait(sending), call)
 
     async def _written(self, call: grpc.aio.StreamStreamCall) -> None:
         if self._writing is not None:

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 
 from baton.engine.transfer.base import TransportFailed
-from baton.engine.transfer.torch_dist import FRAME_BYTES, SENDER, PairGroup, TorchLink, backends
+from baton.engine.transfer.pair_group import SENDER, PairGroup
+from baton.engine.transfer.torch_dist import MESSAGE_BYTES, TorchLink, backends
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
 from baton.worker.rendezvous import Rendezvous
 
@@ -110,7 +111,7 @@ class TorchPair:
     ) -> PairGroup:
         request = kv_pb2.JoinRequest(
             backend=self._backend,
-            max_bytes=FRAME_BYTES,
+            max_bytes=MESSAGE_BYTES,
             reservation_id=reservation.id,
             secret=reservation.secret,
         )
@@ -128,7 +129,7 @@ class TorchPair:
             answer.group,
             SENDER,
             self._backend,
-            FRAME_BYTES,
+            MESSAGE_BYTES,
             mine,
             self._timeout_s,
         )

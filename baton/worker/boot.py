@@ -33,6 +33,7 @@ from baton.engine.transfer.shm import SharedMemory
 from baton.kv_policy import parse_policy
 from baton.speculate import parse_speculation
 from baton.store import StoredModel, StoreError, resolve
+from baton.worker.heap import keep_freed_memory
 from baton.worker.memory import available_bytes
 from baton.worker.profile import Profile, profile
 
@@ -65,8 +66,9 @@ class Parts(Generic[S]):
 def boot(
     settings: WorkerSettings, scheduler_type: type[S], loaded: Loaded | None = None
 ) -> Parts[S]:
-    """Pins the process, loads the model unless it is `loaded`, makes the KV pool."""
+    """Sets up the process, loads the model unless it is `loaded`, makes the KV pool."""
     _take_cores(settings)
+    keep_freed_memory()
     try:
         stored = loaded.stored if loaded else resolve(settings.model, progress=False)
         model_config = ModelConfig.from_hf(json.loads((stored.path / "config.json").read_text()))

@@ -5,7 +5,6 @@ payload last and has it written into the message itself; the reader leaves it wh
 """
 
 import ctypes
-from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.engine.transfer.base import ShmBlocks, TorchMessage
@@ -41,21 +40,21 @@ def message_of(
     return kv_pb2.KVFrame(data=data)
 
 
-def payload_frame(
-    sequence: int,
-    plan: FramePlan,
-    size: int,
-    with_checksum: bool,
-    fill: Callable[[memoryview], int | None],
-) -> bytes:
-    """The message of a frame with its payload of `size` bytes, which `fill` writes in place and
-    returns the checksum of."""
-    head_size = len(_head(sequence, plan, size, 0 if with_checksum else None))
-    message = _new_bytes(head_size + size)
-    room = _writable(message)
-    checksum = fill(room[head_size:])
-    room[:head_size] = _head(sequence, plan, size, checksum)
-    return message
+class PayloadFrame:
+    """The message of a frame, whose `payload` of `size` bytes is to be written in place."""
+
+    def __init__(self, sequence: int, plan: FramePlan, size: int, with_checksum: bool) -> None:
+        self._sequence, self._plan = sequence, plan
+        head = len(_head(sequence, plan, size, 0 if with_checksum else None))
+        self._message = _new_bytes(head + size)
+        room = _writable(self._message)
+        self._head, self.payload = room[:head], room[head:]
+
+    def message(self, checksum: int | None) -> bytes:
+        """Once the payload is written, of which this is the checksum."""
+        size = len(self.payload)
+        self._head[:] = _head(self._sequence, self._plan, size, checksum)
+        return self._message
 
 
 def _head(sequence: int, plan: FramePlan, size: int, checksum: int | None) -> bytes:

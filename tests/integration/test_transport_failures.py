@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import TorchMessage, TransportFailed
-from baton.engine.transfer.torch_dist import FRAME_BYTES
+from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.torch_dist import MESSAGE_BYTES
+from baton.v1 import kv_pb2
+from baton.worker import kv_wire
 from tests.support.client import PairClient, sampling_pb
-from tests.support.handoffs import until
+from tests.support.handoffs import FIRST, FlippingReader, by_hand, until, whole_block
 from tests.support.tiny import RunningWorker, run_decode, run_prefill
 from tests.support.transport_pair import NAMES, Pair, offline, random_prompt, run_pair, transport_of
 
@@ -95,6 +99,38 @@ async def test_automatic_choice_goes_from_shared_memory_to_torch_to_grpc(
         await pair.settle()
 
 
+async def test_the_commit_leaves_when_no_payload_is_read_any_more(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever commits may lose the blocks at once; decode must not get what is written there."""
+    gate, reading, kinds = threading.Event(), threading.Event(), []
+    read, serialize = FlippingReader.read, kv_wire.serialize
+
+    def slow(self: FlippingReader, plan: FramePlan, out: Any) -> int | None:
+        reading.set()
+        assert gate.wait(10)
+        return read(self, plan, out)
+
+    def tell(frame: kv_pb2.KVFrame) -> bytes:
+        kinds.append(frame.WhichOneof("frame"))
+        return serialize(frame)
+
+    async with run_pair(tiny_llama, "torch", monkeypatch) as pair:
+        monkeypatch.setattr(FlippingReader, "read", slow)
+        monkeypatch.setattr(kv_wire, "serialize", tell)
+        call, reservation = await pair.client.reserve(random_prompt(4), sampling_pb())
+        sender = by_hand(pair.prefill, reservation, 1)
+        await sender.send(whole_block(0))
+        committing = asyncio.create_task(sender.commit(FIRST))
+        await until(lambda: reading.is_set() and "data" in kinds)
+        await pair.client.reserve(random_prompt(4), sampling_pb())  # time for a commit to leave
+        assert kinds == ["open", "data"]
+        gate.set()
+        await committing
+        assert kinds == ["open", "data", "commit"]
+        call.cancel()
+
+
 async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) -> None:
     async with (
         run_decode(tiny_llama, transport="torch", max_torch_groups=1) as decode,
@@ -108,7 +144,7 @@ async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) 
                 used.append(transport_of(served))
         assert used == ["torch:gloo", "grpc"]
         resources = decode.status.activity.transfers.resources()
-        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * FRAME_BYTES
+        assert resources.torch_groups == 1 and resources.staging_bytes == 3 * 2 * MESSAGE_BYTES
         await first.transfer.close()
         await until(lambda: len(decode.transfer.groups) == 0)
 
@@ -174,5 +210,14 @@ async def test_a_stopped_sender_costs_one_deadline_and_its_group(joined: Any) ->
 
 
 async def _fetch(decode: RunningWorker, group: str) -> Any:
+    class Room:
+        plan, work = FramePlan(0, 1, (0,)), 1024
+
+        def num_bytes(self, part: FramePlan) -> int:
+            return 1024
+
+        def write(self, *_: Any) -> None:
+            raise AssertionError("nothing came")
+
     message = TorchMessage(group, 1, 1024, has_checksum=False)
-    return await decode.transfer.deliver(message, 1024, None, print)
+    return await decode.transfer.deliver(message, None, Room())

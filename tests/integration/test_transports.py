@@ -254,9 +254,9 @@ async def test_layers_leave_while_later_ones_are_computed(
     model = pair.prefill.parts.engine._runner.model
     expect, last_layer = IncomingHandoff.expect, model.layers[-1]
 
-    def expect_and_tell(self: IncomingHandoff, sequence: int, plan: FramePlan) -> None:
-        expect(self, sequence, plan)
+    def expect_and_tell(self: IncomingHandoff, sequence: int, plan: FramePlan) -> Any:
         arrived.set()
+        return expect(self, sequence, plan)
 
     class Waiting:
         def __call__(self, *args: Any) -> Any:

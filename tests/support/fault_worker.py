@@ -38,11 +38,13 @@ def before(owner: Any, name: str, point: str) -> None:
 def report_prefill() -> None:
     from baton.engine.transfer.shm import ShmLink
     from baton.engine.transfer.torch_dist import TorchLink
+    from prefill_service import torch_pair
     from prefill_service.inline import InlineLink
     from prefill_service.push import PushSender
 
     for link in (ShmLink, TorchLink, InlineLink):
         link.frame_bytes = FRAME_BYTES
+    torch_pair.MESSAGE_BYTES = FRAME_BYTES // 2
     before(PushSender, "send", "prefill.frame")
     before(PushSender, "commit", "prefill.commit")
 

@@ -12,6 +12,7 @@ from baton.engine.llm import LLM
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.transfer.shm import ShmLink
 from baton.engine.transfer.torch_dist import TorchLink
+from prefill_service import torch_pair
 from prefill_service.inline import InlineLink
 from tests.support.client import PairClient, Served
 from tests.support.handoffs import until
@@ -20,6 +21,7 @@ from tests.support.tiny import VOCAB, RunningWorker, run_decode, run_prefill
 NAMES = {"shm": "shm", "torch": "torch:gloo", "grpc": "grpc"}
 SMALL_FRAME = 2048
 """Two blocks of the tiny model."""
+SMALL_MESSAGE = 1024
 
 
 class Pair:
@@ -31,21 +33,22 @@ class Pair:
         await self.prefill.wait_idle()
         await self.decode.wait_idle()
         pairs, inbox = self.prefill.transfer, self.decode.transfer
-        await until(lambda: pairs.inline_frames._value == 16)
+        await until(lambda: pairs.inline_frames._value == 8)
         for end in (pairs, inbox):
             await until(lambda e=end: not e.resources().in_flight_bytes)
         groups = [p.torch.group for p in pairs._pairs.values() if p.torch.group]
         for group in [*groups, *inbox.groups._connected()]:
-            await until(lambda g=group: g.ended.is_set() or g._buffers.qsize() == g.depth)
+            await until(lambda g=group: g.ended.is_set() or g._lanes.qsize() == g.depth)
 
 
 @contextlib.asynccontextmanager
 async def run_pair(
     tiny_llama: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pair]:
-    """With frames so small that every prompt has several."""
+    """With frames so small that every prompt has several, and several messages in each."""
     for link in (ShmLink, InlineLink, TorchLink):
         monkeypatch.setattr(link, "frame_bytes", SMALL_FRAME)
+    monkeypatch.setattr(torch_pair, "MESSAGE_BYTES", SMALL_MESSAGE)
     timing = {"transport_timeout_s": 1.0, "transport_retry_s": 3.0}
     async with (
         run_prefill(tiny_llama, transport=transport, **timing) as prefill,

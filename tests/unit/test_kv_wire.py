@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from baton.engine.transfer.base import ShmBlocks, TorchMessage
 from baton.engine.transfer.plan import FramePlan
 from baton.v1 import kv_pb2
-from baton.worker.kv_wire import message_of, parse, payload_frame, serialize
+from baton.worker.kv_wire import PayloadFrame, message_of, parse, serialize
 
 plans = st.builds(
     FramePlan,
@@ -24,11 +24,9 @@ checksums = st.none() | st.integers(0, 2**64 - 1)
 def test_protobuf_reads_what_the_writer_joined_and_the_reader_what_protobuf_wrote(
     sequence: int, plan: FramePlan, payload: bytes, checksum: int | None
 ) -> None:
-    def fill(room: memoryview) -> int | None:
-        room[:] = payload
-        return checksum
-
-    wire = payload_frame(sequence, plan, len(payload), checksum is not None, fill)
+    frame = PayloadFrame(sequence, plan, len(payload), checksum is not None)
+    frame.payload[:] = payload
+    wire = frame.message(checksum)
     message = kv_pb2.KVFrame.FromString(wire)
     data = message.data
     assert (data.sequence, data.layer_start, data.layer_count) == (sequence, *_layers(plan))

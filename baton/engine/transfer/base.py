@@ -62,14 +62,16 @@ class ShmBlocks:
 
 @dataclass(frozen=True)
 class TorchMessage:
-    """A payload sent in a torch.distributed group of two."""
+    """A payload sent in a torch.distributed group of two: one message, or as many as the plan is
+    cut into by the group's longest."""
 
     group: str
     tag: int
+    """Of the first; the others follow."""
     size: int
-    """Without the checksum."""
+    """Of all, without the checksums."""
     has_checksum: bool
-    """The message ends with the XXH3-64 of the rest, little-endian."""
+    """Each ends with the XXH3-64 of its rest, little-endian."""
 
 
 @dataclass(frozen=True)
@@ -179,16 +181,29 @@ class KVSender(Protocol):
         """Tells the receiver to forget it. Idempotent; without effect after `commit`."""
 
 
+class FrameRoom(Protocol):
+    """Where an expected frame lands, as a whole or part by part."""
+
+    @property
+    def plan(self) -> FramePlan: ...
+
+    @property
+    def work(self) -> int:
+        """Of writing it, in bytes copied."""
+
+    def num_bytes(self, part: FramePlan) -> int: ...
+
+    def write(self, part: FramePlan, payload: Payload, checksum: int | None) -> None:
+        """Copies and verifies a payload; in any thread. It is [layer, plane, block, block_size,
+        kv_head, head_dim], little-endian; the checksum, if the sender made one, is its XXH3-64.
+        Raises HandoffError."""
+
+
 class KVReceiver(Protocol):
-    """Decode's end. All verbs but `write` belong to the event loop; all raise HandoffError."""
+    """Decode's end, on the event loop. All verbs raise HandoffError."""
 
-    def expect(self, sequence: int, plan: FramePlan) -> None:
+    def expect(self, sequence: int, plan: FramePlan) -> FrameRoom:
         """A header came: books its layers and blocks. Sequences count from 0 without gaps."""
-
-    def write(self, sequence: int, plan: FramePlan, payload: Payload, checksum: int | None) -> None:
-        """Copies and verifies the payload of an expected frame; in any thread. The payload is
-        [layer, plane, block, block_size, kv_head, head_dim], little-endian; the checksum, if the
-        sender made one, is its XXH3-64."""
 
     def applied(self, sequence: int) -> None:
         """The write of the oldest expected frame has ended."""

@@ -50,8 +50,7 @@ class Landing:
         return work(self.num_bytes(plan), plan.codec == RAW and not self.converts)
 
     def write(self, plan: FramePlan, payload: Payload, checksum: int | None) -> None:
-        """HandoffDamaged when it is not what was sent; nothing is written then, unless it is
-        copied from a shared cache."""
+        """HandoffDamaged when it is not what was sent; nothing is left of it then."""
         if plan.codec == RAW and not self.converts:
             write_payload(self._cache, plan, payload, checksum, self.table)
             return

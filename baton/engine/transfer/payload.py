@@ -3,7 +3,7 @@
 Both directions touch only the blocks named, so they may run beside a forward pass that works on
 other blocks. Between the caches of one host there is one copy, elsewhere one into the payload and
 one out of it. A checksum is made over what the receiver's blocks then hold; blocks of a frame
-that fails it never count.
+that fails it never count, and are zeros again.
 """
 
 import ctypes
@@ -20,10 +20,8 @@ from baton.engine.kv_layout import KVLayout
 from baton.engine.sequence import NO_BLOCK, Sequence
 from baton.engine.transfer.base import Buffer, HandoffDamaged, Payload, SharedBlocks
 from baton.engine.transfer.plan import RAW, FramePlan
+from baton.engine.transfer.rows import copy_rows
 from baton.engine.transfer.wire import WireForm
-
-_CACHED_BYTES = 512 << 10
-"""What one core keeps close: bytes copied a moment ago are hashed from there."""
 
 
 class SequenceReader:
@@ -49,23 +47,25 @@ class SequenceReader:
         return tuple([table[position] for position in plan.positions])
 
     def read(self, plan: FramePlan, out: Tensor) -> int | None:
-        blocks = self.blocks(plan)
-        if plan.codec == RAW:
-            flat = out.view(self._cache.data.dtype)
-            self._cache.gather(plan.layer_start, plan.layer_count, blocks, flat)
-        else:
-            unit = self._cache.gather(plan.layer_start, plan.layer_count, blocks)
+        blocks, cache = self.blocks(plan), self._cache
+        if plan.codec != RAW:
+            unit = cache.gather(plan.layer_start, plan.layer_count, blocks)
             self._form.encode(plan, unit, out)
+        elif cache.data.is_cuda:
+            flat = out.view(cache.data.dtype)
+            cache.gather(plan.layer_start, plan.layer_count, blocks, flat)
+        else:
+            planes = cache.planes(plan.layer_start, plan.layer_count)
+            return copy_rows(planes, blocks, _rows_of(out, planes), None, self.checksums)
         return checksum_of(out) if self.checksums else None
 
     def checksum(self, plan: FramePlan) -> int | None:
         if not self.checksums:
             return None
-        blocks, digest = self.blocks(plan), xxhash.xxh3_64()
-        runs = [(start, count) for start, _, count in _runs(blocks, blocks)]
+        runs, digest = list(_runs(self.blocks(plan))), xxhash.xxh3_64()
         for plane in self._cache.planes(plan.layer_start, plan.layer_count):
-            for start, count in runs:
-                digest.update(plane[start : start + count])
+            for run in runs:
+                digest.update(plane[run])
         return digest.intdigest()
 
 
@@ -111,10 +111,9 @@ def flat_bytes(layout: KVLayout, plan: FramePlan, payload: Payload) -> Tensor:
 
 def verify(plan: FramePlan, flat: Tensor, expected: int, checksum: int | None) -> None:
     """Raises HandoffDamaged."""
-    if flat.numel() != expected:
-        raise HandoffDamaged(f"{_name(plan)} came as {flat.numel()} bytes, {expected} expected")
-    if checksum is not None:
-        _compare(plan, checksum, checksum_of(flat))
+    _check_size(plan, flat, expected)
+    if checksum is not None and checksum != checksum_of(flat):
+        raise _damaged(plan)
 
 
 def write_payload(
@@ -128,47 +127,41 @@ def write_payload(
     what was sent."""
     blocks = [block_table[position] for position in plan.positions]
     if isinstance(payload, SharedBlocks):
-        _copy_shared(cache, plan, payload, checksum, blocks)
-    else:
-        _write_flat(cache, plan, flat_bytes(cache.layout, plan, payload), checksum, blocks)
+        source = _planes_of(payload, cache.layout, plan)
+        _land(cache, plan, source, payload.blocks, checksum, blocks)
+        return
+    flat, expected = flat_bytes(cache.layout, plan, payload), num_bytes(cache.layout, plan)
+    if cache.data.is_cuda:
+        verify(plan, flat, expected, checksum)
+        shape = cache.layout.unit_shape(plan.layer_count, len(blocks))
+        unit = flat.view(cache.data.dtype).view(shape).to(cache.data.device)
+        cache.scatter(plan.layer_start, plan.layer_count, blocks, unit)
+        return
+    _check_size(plan, flat, expected)
+    source = _rows_of(flat, cache.planes(plan.layer_start, plan.layer_count))
+    _land(cache, plan, source, None, checksum, blocks)
 
 
-def _write_flat(
-    cache: KVCache, plan: FramePlan, flat: Tensor, checksum: int | None, blocks: list[int]
-) -> None:
-    verify(plan, flat, num_bytes(cache.layout, plan), checksum)
-    shape = cache.layout.unit_shape(plan.layer_count, len(blocks))
-    tensor = flat.view(cache.data.dtype).view(shape).to(cache.data.device)
-    cache.scatter(plan.layer_start, plan.layer_count, blocks, tensor)
-
-
-def _copy_shared(
+def _land(
     cache: KVCache,
     plan: FramePlan,
-    shared: SharedBlocks,
+    source: np.ndarray,
+    theirs: ListOf[int] | None,
     checksum: int | None,
     blocks: list[int],
 ) -> None:
-    """Straight from the sender's cache into this one; what has landed is then verified."""
+    """Nobody reads these blocks before all is verified. Those that fail are made zeros: they may
+    hold what is no number, and attention multiplies slots that it does not mean by zero."""
     target = cache.planes(plan.layer_start, plan.layer_count)
-    source = _planes_of(shared, cache.layout, plan)
-    runs = list(_runs(shared.blocks, blocks))
-    if checksum is None:
-        for theirs, mine, count in runs:
-            target[:, mine : mine + count] = source[:, theirs : theirs + count]
-        return
-    digest, step = xxhash.xxh3_64(), max(1, _CACHED_BYTES // target.shape[2])
-    pieces = [
-        (theirs + first, mine + first, min(step, count - first))
-        for theirs, mine, count in runs
-        for first in range(0, count, step)
-    ]
-    for into, out_of in zip(target, source, strict=True):
-        for theirs, mine, count in pieces:
-            piece = into[mine : mine + count]
-            piece[:] = out_of[theirs : theirs + count]
-            digest.update(piece)
-    _compare(plan, checksum, digest.intdigest())
+    arrived = copy_rows(source, theirs, target, blocks, checksum is not None)
+    if arrived != checksum:
+        target[:, blocks] = 0
+        raise _damaged(plan)
+
+
+def _rows_of(flat: Tensor, planes: np.ndarray) -> np.ndarray:
+    """Flat bytes as rows of so many planes."""
+    return flat.numpy().reshape(len(planes), -1, planes.shape[2])
 
 
 def _planes_of(shared: SharedBlocks, layout: KVLayout, plan: FramePlan) -> np.ndarray:
@@ -185,9 +178,13 @@ def _planes_of(shared: SharedBlocks, layout: KVLayout, plan: FramePlan) -> np.nd
     return planes[per_layer * plan.layer_start :][: per_layer * plan.layer_count]
 
 
-def _compare(plan: FramePlan, sent: int, arrived: int) -> None:
-    if sent != arrived:
-        raise HandoffDamaged(f"{_name(plan)} fail their checksum")
+def _check_size(plan: FramePlan, flat: Tensor, expected: int) -> None:
+    if flat.numel() != expected:
+        raise HandoffDamaged(f"{_name(plan)} came as {flat.numel()} bytes, {expected} expected")
+
+
+def _damaged(plan: FramePlan) -> HandoffDamaged:
+    return HandoffDamaged(f"{_name(plan)} fail their checksum")
 
 
 def _name(plan: FramePlan) -> str:
@@ -195,12 +192,10 @@ def _name(plan: FramePlan) -> str:
     return f"{len(plan.positions)} blocks from {first} of layers [{plan.layer_start}, {end})"
 
 
-def _runs(theirs: ListOf[int], mine: ListOf[int]) -> Iterator[tuple[int, int, int]]:
-    """(their first block, my first block, count) of the longest ranges that are consecutive in
-    both lists."""
+def _runs(blocks: ListOf[int]) -> Iterator[slice]:
+    """The longest ranges of consecutive blocks."""
     start = 0
-    for end in range(1, len(mine) + 1):
-        ended = end == len(mine)
-        if ended or mine[end] != mine[end - 1] + 1 or theirs[end] != theirs[end - 1] + 1:
-            yield theirs[start], mine[start], end - start
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+            yield slice(blocks[start], blocks[end - 1] + 1)
             start = end

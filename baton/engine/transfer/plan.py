@@ -6,10 +6,9 @@ one layer lie side by side in both caches, so few layers of many blocks are copi
 Every (layer, block) asked for is in exactly one frame.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-DEFAULT_FRAME_BYTES = 4 << 20
 RAW = "raw"
 """The codec of blocks that travel as they are."""
 
@@ -37,3 +36,13 @@ def split(plan: FramePlan, layer_block_bytes: int, max_bytes: int) -> Iterator[F
         part = replace(plan, layer_start=plan.layer_start + start, layer_count=count)
         for first in range(0, len(plan.positions), blocks):
             yield replace(part, positions=plan.positions[first : first + blocks])
+
+
+def cut(plan: FramePlan, num_bytes: Callable[[FramePlan], int], max_bytes: int) -> list[FramePlan]:
+    """As `split`, of a plan in whatever form `num_bytes` counts: the last block may be written
+    another way than the first."""
+    if num_bytes(plan) <= max_bytes:
+        return [plan]
+    ends = (plan.positions[0], plan.positions[-1])
+    unit = max(num_bytes(FramePlan(0, 1, (position,), plan.codec)) for position in ends)
+    return list(split(plan, unit, max_bytes))

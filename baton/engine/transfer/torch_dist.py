@@ -1,20 +1,14 @@
-"""Payloads as point-to-point messages of torch.distributed, in groups of two without a world.
+"""Payloads as messages of torch.distributed groups of two, one for each sender and receiver.
 
-Each sender (rank 0) has a group of its own with each receiver (rank 1), on a store of their own.
-The backend is a string: "gloo" or "nccl". Messages are matched by tags never used twice,
-and a receive always offers room for the longest message, because Gloo ends the process when a
-message is longer than its receive. A blocked operation ends by its timeout or by the peer's
-death; a group with an unmatched operation is closed and a new one is made.
+A frame goes as several messages, each with its checksum: one travels while the next is gathered.
+The backend is a string: "gloo" or "nccl". See `pair_group` for the groups themselves.
 """
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,19 +17,20 @@ from torch import Tensor
 from baton.engine.transfer.base import (
     MAX_FRAME_BYTES,
     BlockReader,
+    FrameRoom,
+    HandoffDamaged,
     Shipment,
     TorchMessage,
     TransportFailed,
 )
+from baton.engine.transfer.pair_group import CHECKSUM_BYTES, RECEIVER, Lane, PairGroup
 from baton.engine.transfer.plan import FramePlan
 
-SENDER, RECEIVER = 0, 1
-# NCCL has no tags: one message at a time, in the order of the headers.
-DEPTHS = {"gloo": 3, "nccl": 1}
-CHECKSUM_BYTES = 8
-FRAME_BYTES = 8 << 20
-"""Half as many headers and acknowledgements as with inline frames; their work is what a fast link
-waits for."""
+FRAME_BYTES = MAX_FRAME_BYTES
+"""Each frame has a header and an acknowledgement, whose work is what a fast link waits for."""
+MESSAGE_BYTES = 4 << 20
+MAX_MESSAGE_BYTES = 8 << 20
+"""The longest for which a receiver makes room."""
 
 
 def backends(device: str) -> list[str]:
@@ -44,112 +39,6 @@ def backends(device: str) -> list[str]:
         return []
     nccl = device == "cuda" and dist.is_nccl_available()
     return ["nccl"] if nccl else ["gloo"] * (device == "cpu" and dist.is_gloo_available())
-
-
-def _gloo(store: dist.Store, rank: int, timeout: timedelta, host: str) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timeout
-    options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, 2, options)
-
-
-def _nccl(store: dist.Store, rank: int, timeout: timedelta, host: str) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
-
-
-_GROUPS = {"gloo": _gloo, "nccl": _nccl}
-
-
-class PairGroup:
-    """One end of a connected group, its threads and its staging buffers. `open` makes one."""
-
-    def __init__(
-        self, name: str, backend: str, group: Any, max_bytes: int, timeout_s: float
-    ) -> None:
-        self.name = name
-        self.backend = backend
-        self.max_bytes = max_bytes
-        self.depth = DEPTHS[backend]
-        self.ended = asyncio.Event()
-        self._group: Any | None = group
-        self._tags = itertools.count(1)
-        self._timeout = timedelta(seconds=timeout_s)
-        self._threads = ThreadPoolExecutor(self.depth, f"kv-{backend}")
-        self._buffers: asyncio.Queue[Tensor] = asyncio.Queue()
-        device = "cuda" if backend == "nccl" else "cpu"
-        for _ in range(self.depth):
-            self._buffers.put_nowait(
-                torch.empty(max_bytes + CHECKSUM_BYTES, dtype=torch.uint8, device=device)
-            )
-
-    @staticmethod
-    async def open(
-        store: dist.Store, name: str, rank: int, backend: str, max_bytes: int,
-        host: str, timeout_s: float,
-    ) -> "PairGroup":  # fmt: skip
-        """Waits for the other side. Raises TransportFailed."""
-        timeout = timedelta(seconds=timeout_s)
-
-        def connect() -> Any:
-            return _GROUPS[backend](store, rank, timeout, host)
-
-        try:
-            group = await asyncio.to_thread(connect)
-        except (RuntimeError, ValueError) as error:
-            raise TransportFailed(f"{backend} does not connect: {error}") from error
-        return PairGroup(name, backend, group, max_bytes, timeout_s)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.depth * self.max_bytes
-
-    def next_tag(self) -> int:
-        return next(self._tags)
-
-    async def take(self) -> Tensor:
-        return await self._buffers.get()
-
-    def give(self, buffer: Tensor) -> None:
-        self._buffers.put_nowait(buffer)
-
-    def start(self, work: Callable[[], None]) -> "asyncio.Future[None]":
-        """Runs `send` or `receive` and what belongs to it in a thread of the group. Buffers
-        belong to the thread until it is done."""
-        if self._group is None:
-            raise TransportFailed("the group is closed")
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        running.add_done_callback(self._notice)
-        return running
-
-    def send(self, message: Tensor, tag: int) -> None:
-        self._transfer("send", message, RECEIVER, tag)
-
-    def receive(self, room: Tensor, tag: int) -> None:
-        self._transfer("recv", room, SENDER, tag)
-
-    def _transfer(self, verb: str, tensor: Tensor, peer: int, tag: int) -> None:
-        group = self._group
-        if group is None:
-            raise TransportFailed("the group is closed")
-        try:
-            getattr(group, verb)([tensor], peer, tag).wait(self._timeout)
-            if tensor.is_cuda:
-                torch.cuda.current_stream().synchronize()
-        except RuntimeError as error:
-            raise TransportFailed(f"{self.backend} {verb}: {error}") from error
-
-    def _notice(self, work: "asyncio.Future[None]") -> None:
-        if work.cancelled() or isinstance(work.exception(), TransportFailed):
-            self.ended.set()
-
-    def close(self) -> None:
-        """Operations still running keep the connection until they end or time out."""
-        self.ended.set()
-        self._group = None
-        self._threads.shutdown(wait=False)
 
 
 class TorchLink:
@@ -165,29 +54,32 @@ class TorchLink:
         self._timeout_s = timeout_s
 
     async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
-        group, size = self._group, reader.num_bytes(plan)
-        if group.ended.is_set() or size > group.max_bytes:
-            raise TransportFailed("the group is closed or its messages are shorter")
-        buffer, tag = await _buffer_of(group, self._timeout_s), group.next_tag()
-        length = size + CHECKSUM_BYTES * reader.checksums
-
-        def fill() -> Tensor:
-            checksum = reader.read(plan, buffer[:size])
-            if checksum is not None:
-                trailer = bytearray(checksum.to_bytes(CHECKSUM_BYTES, "little"))
-                buffer[size:length] = torch.frombuffer(trailer, dtype=torch.uint8)
-            return buffer[:length]
-
+        group = self._group
+        parts = group.parts(plan, reader.num_bytes)
+        if group.ended.is_set():
+            raise TransportFailed("the group is closed")
+        lane, tag = await _lane_of(group, self._timeout_s), group.next_tag(len(parts))
+        fills = [partial(_fill, reader, part) for part in parts]
         try:
-            sending = group.start(lambda: group.send(fill(), tag))
+            sending = group.start(lambda: group.send(lane, tag, fills))
         except TransportFailed:
-            group.give(buffer)
+            group.give(lane)
             raise
-        message = TorchMessage(group.name, tag, size, reader.checksums)
-        return Shipment(message, None, lambda: _after(sending, lambda: group.give(buffer)), sending)
+        message = TorchMessage(group.name, tag, reader.num_bytes(plan), reader.checksums)
+        return Shipment(message, None, lambda: _after(sending, lambda: group.give(lane)), sending)
 
 
-async def _buffer_of(group: PairGroup, timeout_s: float) -> Tensor:
+def _fill(reader: BlockReader, part: FramePlan, buffer: Tensor) -> Tensor:
+    size = reader.num_bytes(part)
+    checksum = reader.read(part, buffer[:size])
+    if checksum is None:
+        return buffer[:size]
+    trailer = bytearray(checksum.to_bytes(CHECKSUM_BYTES, "little"))
+    buffer[size : size + CHECKSUM_BYTES] = torch.frombuffer(trailer, dtype=torch.uint8)
+    return buffer[: size + CHECKSUM_BYTES]
+
+
+async def _lane_of(group: PairGroup, timeout_s: float) -> Lane:
     try:
         async with asyncio.timeout(timeout_s):
             return await group.take()
@@ -227,7 +119,7 @@ class TorchInbox:
     async def member(self, backend: str, max_bytes: int, store: dist.Store) -> AsyncIterator[str]:
         """Joins a new group on a store that it shares with its peer, while the context is open;
         its name."""
-        if backend not in self._backends or not 0 < max_bytes <= MAX_FRAME_BYTES:
+        if backend not in self._backends or not 0 < max_bytes <= MAX_MESSAGE_BYTES:
             raise ValueError(f"no group of {backend!r} with messages of {max_bytes} bytes here")
         if len(self._groups) >= self._limit:
             raise TransportFailed(f"there are {self._limit} groups already")
@@ -250,33 +142,33 @@ class TorchInbox:
             return
         await group.ended.wait()
 
-    async def take(
-        self, message: TorchMessage, write: Callable[[Tensor, int | None], None]
-    ) -> None:
-        """Hands the payload and its checksum to `write`, in the thread that receives it. Raises
-        TransportFailed, or what `write` raises."""
+    async def take(self, message: TorchMessage, frame: FrameRoom) -> None:
+        """Writes the payload, in the thread that receives it. Raises TransportFailed or
+        HandoffError."""
         task = self._groups.get(message.group)
         if task is None:
             raise TransportFailed("the group is unknown or closed")
         group = await asyncio.shield(task)
-        if not 0 < message.size <= group.max_bytes:
-            raise TransportFailed(f"{message.size} bytes are more than the group's messages")
-        buffer = await _buffer_of(group, self._timeout_s)
-        length = message.size + CHECKSUM_BYTES * message.has_checksum
-        room = buffer if group.backend == "gloo" else buffer[:length]
+        expected = frame.num_bytes(frame.plan)
+        if message.size != expected:
+            raise HandoffDamaged(f"a frame came as {message.size} bytes, {expected} expected")
+        parts = group.parts(frame.plan, frame.num_bytes)
+        trailer = CHECKSUM_BYTES * message.has_checksum
+        lengths = [frame.num_bytes(part) + trailer for part in parts]
+        lane = await _lane_of(group, self._timeout_s)
 
-        def receive() -> None:
-            group.receive(room, message.tag)
-            trailer = buffer[message.size : length].cpu().numpy().tobytes()
-            checksum = int.from_bytes(trailer, "little") if message.has_checksum else None
-            write(buffer[: message.size], checksum)
+        def write(number: int, came: Tensor) -> None:
+            size, checksum = lengths[number] - trailer, None
+            if message.has_checksum:
+                checksum = int.from_bytes(came[size:].cpu().numpy().tobytes(), "little")
+            frame.write(parts[number], came[:size], checksum)
 
         try:
-            receiving = group.start(receive)
+            receiving = group.start(lambda: group.receive(lane, message.tag, lengths, write))
         except TransportFailed:
-            group.give(buffer)
+            group.give(lane)
             raise
-        _after(receiving, lambda: group.give(buffer))
+        _after(receiving, lambda: group.give(lane))
         await asyncio.shield(receiving)
 
     def _connected(self) -> list[PairGroup]:

@@ -10,11 +10,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_long, c_void_p
+from ctypes import c_float, c_int, c_long, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,6 +73,9 @@ class Kernels:
         self._rms_norm = _by_dtype(loaded, "baton_rms_norm")
         self._rotate_and_store = _by_dtype(loaded, "baton_rotate_and_store")
         self._attention = _by_dtype(loaded, "baton_attention")
+        self._copy_rows = loaded.baton_copy_rows
+        self._copy_rows.argtypes = (c_void_p, c_long, c_void_p) * 2 + (c_long,) * 3 + (c_int,) * 2
+        self._copy_rows.restype = c_uint64
 
     def pack(self, weight: Tensor) -> Tensor:
         """(outputs, depth) → its packed form, flat; see src/tiles.h."""
@@ -183,6 +187,33 @@ class Kernels:
             torch.get_num_threads(),
         )
         return out
+
+    def copy_rows(
+        self,
+        source: np.ndarray,
+        source_rows: np.ndarray,
+        target: np.ndarray,
+        target_rows: np.ndarray,
+        hashed: bool,
+        streamed: bool,
+    ) -> int:
+        """Rows (int64) of each plane in turn between arrays of bytes (plane, row, byte), whose
+        rows are contiguous and a multiple of 64 bytes; the XXH3-64 of what was copied, if `hashed`:
+        of more than 240 bytes. `streamed`: to a target at a multiple of 64 that nobody reads soon.
+        """
+        return self._copy_rows(
+            source.ctypes.data,
+            source.strides[0],
+            source_rows.ctypes.data,
+            target.ctypes.data,
+            target.strides[0],
+            target_rows.ctypes.data,
+            len(source),
+            len(source_rows),
+            source.shape[2],
+            hashed,
+            streamed,
+        )
 
 
 def _by_dtype(loaded: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[..., None]]:
