@@ -5,36 +5,45 @@ machine was busy, or one bad hour, would stand for ever. So the older what is kn
 the more it is thought to be like its peers, until a request goes there and tells. That is optimism
 under uncertainty, with old evidence discounted (Garivier and Moulines, "On upper-confidence bound
 policies for switching bandit problems", ALT 2011). Trials are bounded: the first request sent
-there ends the doubt. Age is counted in reports of the peers; no clock.
+there ends the doubt. Age is counted in rounds, as many reports as there are workers; no clock.
 """
 
 from collections.abc import Container
 
 PATIENCE = 32
-"""After so many reports of each peer doubt begins; after twice as many it is whole."""
+"""After so many rounds of silence doubt begins; after twice as many it is whole."""
 
 
 class Doubts:
-    """Of the workers of one role."""
+    """Of the workers of one role. `of` has those that are doubted: 0, where one is not there, takes
+    it at its word; 1 takes it for one like its peers."""
 
     def __init__(self) -> None:
+        self.of: dict[str, float] = {}
+        self._silent_rounds: dict[str, int] = {}
         self._reports = 0
-        self._heard: dict[str, int] = {}
-        """How many reports there were when a worker last reported or was tried."""
-
-    def heard(self, worker_id: str) -> None:
-        self._reports += 1
-        self._heard[worker_id] = self._reports
+        """Of the round that is going on."""
 
     def tried(self, worker_id: str) -> None:
-        """A request goes there; what it teaches is on its way."""
-        self._heard[worker_id] = self._reports
+        """A request goes there, and what it teaches is on its way; or the worker is new."""
+        self._silent_rounds[worker_id] = 0
+        self.of.pop(worker_id, None)
 
-    def doubt(self, worker_id: str) -> float:
-        """0: it is taken at its word; 1: for one like its peers."""
-        silent = self._reports - self._heard.setdefault(worker_id, self._reports)
-        patience = PATIENCE * len(self._heard)
-        return 0.0 if silent <= patience else min(silent / patience - 1.0, 1.0)
+    def heard(self, worker_id: str) -> None:
+        """A worker has reported."""
+        self.tried(worker_id)
+        self._reports += 1
+        if self._reports >= len(self._silent_rounds):
+            self._end_round()
 
     def keep_only(self, worker_ids: Container[str]) -> None:
-        self._heard = {name: at for name, at in self._heard.items() if name in worker_ids}
+        for name in [name for name in self._silent_rounds if name not in worker_ids]:
+            self.tried(name)
+            del self._silent_rounds[name]
+
+    def _end_round(self) -> None:
+        self._reports = 0
+        for name, rounds in self._silent_rounds.items():
+            self._silent_rounds[name] = rounds + 1
+            if rounds >= PATIENCE:
+                self.of[name] = min((rounds + 1) / PATIENCE - 1.0, 1.0)

@@ -108,9 +108,10 @@ class Predictor:
         """Its own model's word where it has one; when that is old, less of what it is slower."""
         if not own.trained:
             return peers.predict(costs)
-        own_s, doubt = own.predict(costs), self._doubts[worker.role].doubt(worker.worker_id)
-        if not doubt or not peers.trained:
+        own_s, doubts = own.predict(costs), self._doubts[worker.role].of
+        if not doubts or not peers.trained:
             return own_s
+        doubt = doubts.get(worker.worker_id, 0.0)
         return own_s - doubt * max(own_s - peers.predict(costs), 0.0)
 
     def tokens_per_step(self, worker: WorkerRecord) -> float:
@@ -201,6 +202,7 @@ class Predictor:
         speed = self._speeds.get(worker.worker_id)
         if speed is None or speed.role is not worker.role:
             speed = self._speeds[worker.worker_id] = _Speed(worker.role)
+            self._doubts[worker.role].tried(worker.worker_id)
         if speed.profile is not worker.profile:
             speed.seed(worker.profile)
         return speed

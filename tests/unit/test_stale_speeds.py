@@ -99,15 +99,17 @@ def test_a_doubted_prediction_lies_between_its_own_and_that_of_its_peers(
 
 
 def test_doubt_begins_after_patience_and_is_whole_after_twice_as_long() -> None:
-    doubts = Doubts()
-    assert doubts.doubt("silent") == 0.0
-    doubts.heard("talks")
-    seen = []
-    for _ in range(6 * PATIENCE):
+    doubts, seen = Doubts(), []
+    for name in ("silent", "talks"):
+        doubts.tried(name)
+    for _ in range(5 * PATIENCE):
         doubts.heard("talks")
-        seen.append(doubts.doubt("silent"))
-    assert seen == sorted(seen) and seen[2 * PATIENCE - 2] == 0.0 and seen[-1] == 1.0
+        seen.append(doubts.of.get("silent", 0.0))
+    assert seen == sorted(seen) and seen[-1] == 1.0 and "talks" not in doubts.of
+    assert seen[2 * PATIENCE] == 0.0 < seen[2 * PATIENCE + 2] < 0.1
     doubts.heard("silent")
-    assert doubts.doubt("silent") == 0.0
+    assert not doubts.of
     doubts.keep_only({"talks"})
-    assert doubts.doubt("silent") == 0.0, "a newcomer is taken at its word"
+    for _ in range(3 * PATIENCE):
+        doubts.heard("talks")
+    assert not doubts.of, "nobody else is left"
