@@ -181,8 +181,8 @@ class Options:
     def _prefill_has_room(self, candidate: Candidate) -> bool:
         if candidate.requests == 0 or math.isinf(self._rules.backlog_s):
             return True
-        backlog_s = self._rules.backlog_s * candidate.share
-        return self._worth_waiting(candidate, self._pricing.queue_s(candidate), backlog_s)
+        queue_s, backlog_s = self._pricing.queue_s(candidate), self._rules.backlog_s
+        return self._worth_waiting(candidate, queue_s, backlog_s * candidate.share)
 
     def _may_queue(self, decode: Candidate) -> bool:
         """Whether a prompt may join those that a decode worker has to compute."""

@@ -24,11 +24,12 @@ class Pricing:
         """Until a prefill worker has computed what it has."""
         if not prefill.requests:
             return 0.0
-        key = prefill.record.worker_id
-        if key not in self._queues:
-            work = (prefill.requests, prefill.tokens)
-            self._queues[key] = self._predictor.backlog_s(prefill.record, *work)
-        return self._queues[key]
+        record = prefill.record
+        queue_s = self._queues.get(record.worker_id)
+        if queue_s is None:
+            queue_s = self._predictor.backlog_s(record, prefill.requests, prefill.tokens)
+            self._queues[record.worker_id] = queue_s
+        return queue_s
 
     def decode_queue_s(self, decode: Candidate) -> float:
         """Until a decode worker has computed the prompts that it was given."""
@@ -36,12 +37,14 @@ class Pricing:
 
     def prefill_s(self, prefill: Candidate) -> float:
         """The prompt's own time on a prefill worker, after what that has cached."""
-        key = prefill.record.worker_id
-        if key not in self._prefills:
+        record = prefill.record
+        prefill_s = self._prefills.get(record.worker_id)
+        if prefill_s is None:
             uncached = self.uncached(prefill)
             cached = self._request.num_prompt_tokens - uncached
-            self._prefills[key] = self._predictor.prefill_s(prefill.record, uncached, cached)
-        return self._prefills[key]
+            prefill_s = self._predictor.prefill_s(record, uncached, cached)
+            self._prefills[record.worker_id] = prefill_s
+        return prefill_s
 
     def saved_s(self, candidate: Candidate) -> float:
         """What the worker's cache spares it of the prompt."""
@@ -53,16 +56,16 @@ class Pricing:
 
     def steps_s(self, decode: Candidate) -> tuple[float, float]:
         """Time per token of each sequence there without this request (0 when idle) and with it."""
-        key = decode.record.worker_id
-        if key not in self._steps:
-            n, step_s = self._request.n, self._predictor.step_s
-            record, now = decode.record, decode.requests
+        record = decode.record
+        steps_s = self._steps.get(record.worker_id)
+        if steps_s is None:
+            n, now = self._request.n, (decode.requests, decode.tokens)
             context = n * (self.kept(record.layout.block_size) + self._output / 2)
-            drawn = self._predictor.tokens_per_step(record)
-            before = step_s(record, now, decode.tokens) / drawn if now else 0.0
-            after = step_s(record, now + n, decode.tokens + context) / drawn
-            self._steps[key] = before, max(after, before)
-        return self._steps[key]
+            then = (decode.requests + n, decode.tokens + context)
+            before, after = self._predictor.token_s(record, now, then)
+            steps_s = (before if decode.requests else 0.0), max(after, before)
+            self._steps[record.worker_id] = steps_s
+        return steps_s
 
     def kept(self, block_size: int) -> int:
         """See RequestFacts.kept_tokens."""

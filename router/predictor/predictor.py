@@ -98,6 +98,16 @@ class Predictor:
         costs = (1, wide * sequences, wide * context_tokens)
         return self._believed_s(worker, speed.decode, peers, costs)
 
+    def token_s(self, worker: WorkerRecord, *loads: tuple[float, float]) -> list[float]:
+        """What each sequence waits for its next token under each of these loads: sequences, and
+        tokens of their context together. A step yields several where drafts turn out right."""
+        speed, peers = self._speed(worker), self._peers[worker.role].decode
+        wide, drawn, believed_s = speed.computed_per_step, speed.drawn_per_step, self._believed_s
+        return [
+            believed_s(worker, speed.decode, peers, (1, wide * sequences, wide * context)) / drawn
+            for sequences, context in loads
+        ]
+
     def _believed_s(
         self,
         worker: WorkerRecord,
