@@ -63,7 +63,7 @@ class ModelRunner:
         self._store = KVStore.of(layout, DTYPES[layout.compute_dtype])
         self._quantized: QuantizedTables | None = None
         if layout.quantized is not None:
-            self._quantized = QuantizedTables(layout, self._windows)
+            self._quantized = QuantizedTables(layout, self._windows, model.reads_in_place)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Tensor:

@@ -28,6 +28,7 @@ KINDS = ("fp8", "int8", "int4")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "window": ("mistral", {"sliding_window": 7}),
+    "kernels": ("llama", {"head_dim": 32}),
     "softcap": ("gemma2", {"attn_logit_softcapping": 2.0}),
 }
 

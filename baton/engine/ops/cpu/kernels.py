@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.kv.quantized_sizes import QuantizedSizes
 from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
+from baton.engine.ops.cpu.quantized import QuantizedAttention
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Kernels:
         self._copy_rows = loaded.baton_copy_rows
         self._copy_rows.argtypes = (c_void_p, c_long, c_void_p) * 2 + (c_long,) * 3 + (c_int,) * 2
         self._copy_rows.restype = c_uint64
+        self.quantized_attention = QuantizedAttention(loaded)
 
     def pack(self, weight: Tensor) -> Tensor:
         """(outputs, depth) → its packed form, flat; see src/tiles.h."""
@@ -231,6 +234,12 @@ def takes_linear(weight: Tensor) -> bool:
 def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
     """Rotary embedding and attention of heads of this size."""
     return takes(dtype) and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
+
+
+def takes_quantized(sizes: QuantizedSizes) -> bool:
+    depth = 32 if sizes.kind == "int4" else 16
+    fits = sizes.head_dim % depth == 0 and sizes.head_dim <= _MAX_HEAD_DIM
+    return fits and kernels() is not None
 
 
 def takes(dtype: torch.dtype) -> bool:
