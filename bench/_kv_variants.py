@@ -40,6 +40,8 @@ def keys_scaled_per_token() -> Iterator[None]:
     with (
         mock.patch("baton.engine.quantized_tables.BlockCodec", TokenScales),
         mock.patch("baton.engine.kv_stores.BlockCodec", TokenScales),
+        # A kernel would read the bytes themselves.
+        mock.patch("baton.engine.quantized_tables.takes_quantized", return_value=False),
     ):
         yield
     TokenScales.kept.clear()

@@ -115,7 +115,7 @@ def quantized_attention(
     for chunk in batch.prefills:
         rows = slice(chunk.start, chunk.end)
         outputs.append(_prefill(q[rows], kv[rows], table, batch.store, chunk, *how))
-    return torch.cat(outputs)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _decode(
