@@ -126,6 +126,13 @@ def test_blocks_and_tails_are_read_as_torch_reads_them_whoever_else_is_in_the_ba
         assert torch.equal(rig.attend(view, alone=seq)[0], together[seq])
 
 
+def test_before_any_block_is_full_all_lies_in_the_tails(kernels: None) -> None:
+    rig = Rig("fp8", [1, 5, 16], (4, 2, 32), torch.float32)
+    assert rig.group.rows.numel() == 0
+    expected = rig.attend(rig.masks(None, None))
+    torch.testing.assert_close(rig.attend(rig.group.view), expected, **near(torch.float32))
+
+
 @pytest.mark.parametrize("block", [5, 16, 24])
 @pytest.mark.parametrize("window", [1, 7, 100])
 def test_a_window_hides_what_lies_before_it(kernels: None, window: int, block: int) -> None:

@@ -47,11 +47,18 @@ float half(const uint8_t* p) {
   return _cvtsh_ss(bits);
 }
 
+__m512 halves(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+
+__m512 whole(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+
 // 16 numbers of a row of `dim`, as they are stored.
 template <Kind kKind>
 __m512 numbers(const uint8_t* row, long d, long dim) {
-  if constexpr (kKind == kInt8)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(row + d))));
+  if constexpr (kKind == kInt8) return whole(row + d);
   if constexpr (kKind == kInt4) {
     const bool high = d >= dim / 2;
     const __m128i both = _mm_loadu_si128((const __m128i*)(row + (high ? d - dim / 2 : d)));
@@ -116,14 +123,20 @@ class Query {
 
   // A key is its number times the channel's scale, plus the channel's offset.
   void load_channels(const uint8_t* row) {
+    const uint8_t *scales = row + c_.parts.key_scales, *zeros = row + c_.parts.key_zeros;
     const long first = kv_head_ * c_.head_dim;
-    for (long d = 0; d < c_.head_dim; d++) {
-      const long scale = kKind == kFp8 ? kv_head_ : first + d;
-      s_.scales[d] = half(row + c_.parts.key_scales + 2 * scale);
-      if constexpr (kKind == kFp8) s_.offsets[d] = half(row + c_.parts.key_zeros + 2 * (first + d));
-      if constexpr (kKind == kInt8) s_.offsets[d] = 0;
+    for (long d = 0; d < c_.head_dim; d += kTile) {
+      __m512 scale, offset = _mm512_setzero_ps();
+      if constexpr (kKind == kFp8) {
+        scale = _mm512_set1_ps(half(scales + 2 * kv_head_));
+        offset = halves(zeros + 2 * (first + d));
+      } else {
+        scale = halves(scales + 2 * (first + d));
+      }
       if constexpr (kKind == kInt4)
-        s_.offsets[d] = -s_.scales[d] * (int8_t)row[c_.parts.key_zeros + first + d];
+        offset = _mm512_sub_ps(offset, _mm512_mul_ps(scale, whole(zeros + first + d)));
+      store(s_.scales + d, scale, 0xffff);
+      store(s_.offsets + d, offset, 0xffff);
     }
   }
 
