@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,6 +103,8 @@ def headers_of(given: Sequence[str]) -> dict[str, str]:
 def bench(bench: Bench, sweep: bool, json_path: Path | None, samples: bool) -> None:
     """Prints the figures; writes them with `json_path`. Raises BatonError when nothing worked."""
     console = Console(stderr=True)
+    if json_path is not None:
+        json_path.open("a").close()  # better before the run than after it
     result = asyncio.run(_measure(bench, sweep, samples, console))
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -148,7 +150,7 @@ async def _one(
     bench: Bench, target: Target, rate: float | None, console: Console
 ) -> tuple[dict[str, Any], list[Outcome]]:
     planned = await asyncio.to_thread(bench.plan, rate)
-    load = bench.load() if rate is None else Load(False, bench.concurrency or 10_000)
+    load = (bench if rate is None else replace(bench, rate=rate)).load()
     outcomes: list[Outcome] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

@@ -3,6 +3,7 @@ alternatives, as a table or as JSON.
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.local import key_headers
-from baton.cluster.errors import BatonError
+from baton.cluster.errors import BatonError, SettingsError
 
 TIMEOUT_S = 120.0
 _TIMES = ("queue", "prefill", "ttft", "tpot", "harm")
@@ -30,6 +31,9 @@ class Question:
 
 def explain(question: Question, as_json: bool) -> None:
     """Raises BatonError when the router does not answer or refuses."""
+    for name in ("ttft_ms", "tpot_ms"):
+        if not math.isfinite(getattr(question, name) or 0.0):
+            raise SettingsError(f"--{name.replace('_', '-')} must be a number of milliseconds.")
     decision = _ask(question)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if as_json:

@@ -58,8 +58,16 @@ def ls(file: Annotated[Path, typer.Argument(help="A file of keys.")]) -> None:
 
 
 def _append(file: Path, entry: ApiKey) -> None:
-    if file.exists() and any(key.name == entry.name for key in _keys(file)):
-        raise BatonError(f"{file} has a key named {entry.name} already.")
+    if file.exists():
+        if any(key.name == entry.name for key in _keys(file)):
+            raise BatonError(f"{file} has a key named {entry.name} already.")
+        try:
+            parse_keys(f"{file.read_text(encoding='utf-8')}\n{entry.line()}")
+        except ValueError as error:
+            raise BatonError(
+                f"A line at the end of {file} would belong to its last table. "
+                "Write its keys as lines `name = {...}`, as `baton keys new` does."
+            ) from error
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "a+b") as lines:

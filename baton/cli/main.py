@@ -252,6 +252,11 @@ def _guarded(command: Callable[[], None]) -> int:
     except BatonError as error:
         sys.stderr.write(f"baton: {error}\n")
         return 2 if isinstance(error, SettingsError) else 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"baton: {error.filename}: {error.strerror}\n")
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -175,6 +175,9 @@ class UpSettings(Settings):
                 "--tls makes certificates for this machine only: with --ray put them on every node "
                 "and name the folder with --tls-dir."
             )
+        for name in ("tls_dir", "cpus_per_worker", "gpus_per_worker", "scale_down_after_s"):
+            if name in self.model_fields_set and self.ray is None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --ray.")
         for role in ("prefill", "decode"):
             least, most = getattr(self, role), getattr(self, f"max_{role}")
             if most is not None and self.ray is None:

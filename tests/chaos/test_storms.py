@@ -45,7 +45,7 @@ async def test_two_hundred_clients_that_leave_at_random_moments_leak_nothing(
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-        async with asyncio.timeout(NO_HANG_S):
+        async with asyncio.timeout(NO_HANG_S + 15 * ttft):
             for _ in range(10):
                 await asyncio.gather(*(leave_early(i % 2 == 0) for i in range(20)))
     await cluster.wait_at_rest()

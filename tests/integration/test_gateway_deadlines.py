@@ -15,6 +15,8 @@ from tests.support.stub_workers import scripted
 TEXT = "Time and tide wait for no man. "
 LONG = {"prompt": "x", "max_tokens": 400}
 SOON = {"x-request-timeout-ms": "150"}
+LATER = {"x-request-timeout-ms": "1500"}
+"""Enough for what a stage shows."""
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,11 @@ STAGES = {
 async def test_the_deadline_ends_a_request_at_every_stage(model: TextModel, stage: str) -> None:
     async with running_gateway(model, scripted(TEXT)) as gateway:
         stall(gateway, stage)
-        async with asyncio.timeout(5):
-            whole = await gateway.post(COMPLETIONS, LONG, headers=SOON)
+        headers = LATER if STAGES[stage] else SOON
+        async with asyncio.timeout(30):
+            whole = await gateway.post(COMPLETIONS, LONG, headers=headers)
             body = {**LONG, "stream": True}
-            streamed = await gateway.post(COMPLETIONS, body, headers=SOON)
+            streamed = await gateway.post(COMPLETIONS, body, headers=headers)
         assert whole.status_code == 504
         assert whole.json()["error"]["code"] == "timeout"
         assert whole.json()["error"]["request_id"] == whole.headers["x-request-id"]
@@ -105,7 +108,7 @@ async def test_a_malformed_deadline_is_refused_by_name(model: TextModel, value: 
 
 
 async def test_the_server_has_a_longest_and_a_usual_deadline(model: TextModel) -> None:
-    limits = {"request_timeout_s": 0.3, "default_request_timeout_s": 0.1}
+    limits = {"request_timeout_s": 2.0, "default_request_timeout_s": 0.1}
     async with running_gateway(model, scripted(TEXT), **limits) as gateway:
         stall(gateway, "in prefill")
         loop = asyncio.get_running_loop()
@@ -116,8 +119,8 @@ async def test_the_server_has_a_longest_and_a_usual_deadline(model: TextModel) -
             assert response.status_code == 504
             return loop.time() - began
 
-        assert 0.1 <= await lives({}) < await lives({"x-request-timeout-ms": "9" * 5000})
-        assert 0.3 <= await lives({"x-request-timeout-ms": "60000"}) < 5
+        assert 0.1 <= await lives({}) < 2.0 <= await lives({"x-request-timeout-ms": "9" * 5000})
+        assert 2.0 <= await lives({"x-request-timeout-ms": "60000"}) < 30
 
 
 async def test_a_deadline_that_is_long_enough_changes_nothing(model: TextModel) -> None:

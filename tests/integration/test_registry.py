@@ -177,9 +177,9 @@ async def test_a_worker_is_seen_at_once_and_gone_at_once_when_it_withdraws(
     slow = Directory(registry, refresh_s=30)
     await slow.start()
     announcer = await announce(make_record())
-    assert await eventually(lambda: ids(slow) == ["decode-0"]) < 1.0
+    assert await eventually(lambda: ids(slow) == ["decode-0"]) < 10
     await announcer.stop()
-    assert await eventually(lambda: ids(slow) == []) < 1.0
+    assert await eventually(lambda: ids(slow) == []) < 10
     await slow.stop()
 
 

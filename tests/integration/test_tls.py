@@ -145,12 +145,12 @@ async def test_peers_that_cannot_prove_themselves_are_refused_and_each_reason_is
 ) -> None:
     others = stranger(tmp_path / "others", certificates)
     expiring = tmp_path / "expiring"
-    authority.issue(certificates, expiring / "router", Order("router", HOSTS, timedelta(seconds=1)))
+    authority.issue(certificates, expiring / "router", Order("router", HOSTS, timedelta(seconds=3)))
     material = TlsFolder(expiring / "router").latest()
     with server_process(certificates / "decode") as server:
         async with dial(server.address, certificates) as channel:
             assert await is_serving(channel)
-        await asyncio.sleep(1.1)  # until the certificate has expired
+        await asyncio.sleep(3.1)  # until the certificate has expired
         kinds: list[Any] = [
             lambda: dial(server.address, None),
             lambda: dial(server.address, others),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from baton.cli.keys import app
+from baton.cli.main import main
 from baton.cluster.errors import BatonError, SettingsError
 from router.access.bucket import Bucket
 from router.access.caller import ANYBODY, Caller
@@ -168,3 +169,16 @@ def test_a_key_never_joins_the_line_before_it(tmp_path: Path) -> None:
     assert [key.name for key in parse_keys(path.read_text())] == ["alice", "bob"]
     missing = run.invoke(app, ["new", "eve", "--file", str(tmp_path / "no" / "keys.toml")])
     assert "cannot be written" in str(missing.exception)
+
+
+def test_a_new_key_is_not_written_into_another_keys_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was, with exit code 0, and the file could be read no more."""
+    path = tmp_path / "keys"
+    path.write_text(f'[alice]\nsha256 = "{hash_of(new_key())}"\n')
+    before = path.read_text()
+    with pytest.raises(SystemExit) as ended:
+        main(["keys", "new", "bob", "--file", str(path)])
+    assert ended.value.code == 1 and "last table" in capsys.readouterr().err
+    assert path.read_text() == before

@@ -206,3 +206,29 @@ def test_the_repl_goes_on_after_an_error_starts_over_and_ends_at_end_of_input(
         [{"role": "user", "content": "again"}],
     ]
     assert "hello.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["up", "--tls-dir", "x"], "--tls-dir needs --ray"),
+        (["up", "--cpus-per-worker", "2"], "--cpus-per-worker needs --ray"),
+        (["explain", "hi", "--ttft-ms", "nan"], "--ttft-ms must be a number of milliseconds"),
+        (["bench", "--json", "/missing/x.json"], "/missing/x.json: No such file or directory"),
+        (["certs", "init", "/dev/null/x"], "/dev/null/x: Not a directory"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence_before_any_work(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv) in (1, 2)
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown
+
+
+def test_an_api_key_that_is_none_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "schlüssel")
+    assert run("cache", "ls") == 2
+    assert "BATON_API_KEY is no API key" in capsys.readouterr().err
