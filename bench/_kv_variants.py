@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.engine.kv.codec import BlockCodec
 from baton.engine.kv.numbers import Quantized, dequantize, quantize
+from baton.engine.models.decoder import DecoderModel
 
 
 class TokenScales(BlockCodec):
@@ -35,13 +36,13 @@ class TokenScales(BlockCodec):
 
 
 @contextlib.contextmanager
-def keys_scaled_per_token() -> Iterator[None]:
+def keys_scaled_per_token(model: DecoderModel) -> Iterator[None]:
     TokenScales.kept.clear()
     with (
         mock.patch("baton.engine.quantized_tables.BlockCodec", TokenScales),
         mock.patch("baton.engine.kv_stores.BlockCodec", TokenScales),
         # A kernel would read the bytes themselves.
-        mock.patch("baton.engine.quantized_tables.takes_quantized", return_value=False),
+        mock.patch.object(model, "reads_in_place", False),
     ):
         yield
     TokenScales.kept.clear()

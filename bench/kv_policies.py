@@ -117,7 +117,7 @@ def _quality(report: Report, model: DecoderModel, tokens: list[int], quick: bool
             _compare(report, kind.name, measure(kind, texts), full)
         else:
             _compare(report, kind.name, measure(kind, few), full_of_few)
-    with keys_scaled_per_token():
+    with keys_scaled_per_token(model):
         _compare(report, "int4_token_keys", measure(Kind("", "int4"), few), full_of_few)
     with evicted_at_random():
         random = Kind("", policy="snapkv(budget=0.25)")

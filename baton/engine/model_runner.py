@@ -63,7 +63,7 @@ class ModelRunner:
         self._store = KVStore.of(layout, DTYPES[layout.compute_dtype])
         self._quantized: QuantizedTables | None = None
         if layout.quantized is not None:
-            self._quantized = QuantizedTables(layout, self._windows, model.reads_in_place)
+            self._quantized = QuantizedTables(layout, self._windows)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Tensor:
@@ -118,8 +118,7 @@ class ModelRunner:
         return [block_table[p // size] * size + p % size for p in range(start, end)]
 
     def _batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> Batch:
-        in_place = self.model.reads_in_place and self._quantized is None
-        make = self._paged_batch if in_place else self._attention_batch
+        make = self._paged_batch if self.model.reads_in_place else self._attention_batch
         batch: Batch = make(items, slots)
         if all(item.seq.kv_policy.is_full for item in items):
             return batch
@@ -144,6 +143,7 @@ class ModelRunner:
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
             self.kv_cache.layout.block_size,
+            quantized=None if self._quantized is None else self._quantized.places(items),
         )
 
     def _attention_batch(self, items: ListOf[ScheduledSequence], slots: Tensor) -> AttentionBatch:

@@ -8,25 +8,21 @@ from torch import Tensor
 from baton.engine.kv.codec import BlockCodec
 from baton.engine.kv_cache import DTYPES
 from baton.engine.kv_layout import KVLayout
-from baton.engine.masks import Streams, additive, kernel_streams, sink_mask, visible
+from baton.engine.masks import Streams, additive, sink_mask, visible
 from baton.engine.ops.attention import Window
-from baton.engine.ops.cpu.kernels import takes_quantized
 from baton.engine.ops.quantized_attention import (
-    InPlace,
-    Masks,
     QuantizedBatch,
     QuantizedChunk,
     QuantizedDecodes,
     TailStore,
 )
+from baton.engine.ops.quantized_in_place import QuantizedPlaces
 from baton.engine.sequence import ScheduledSequence
 
 
 class QuantizedTables:
-    def __init__(self, layout: KVLayout, windows: ListOf[Window], in_place: bool) -> None:
-        """`in_place`: the model's decode steps are for kernels, where they take its blocks."""
+    def __init__(self, layout: KVLayout, windows: ListOf[Window]) -> None:
         assert layout.quantized is not None
-        self._in_place = in_place and takes_quantized(layout.quantized)
         self._size = layout.block_size
         self._windows = windows
         self._store = TailStore(BlockCodec(layout.quantized), DTYPES[layout.compute_dtype])
@@ -40,6 +36,34 @@ class QuantizedTables:
         decodes = self._decodes(items[:num_decodes]) if num_decodes else None
         return QuantizedBatch(self._store, decodes, prefills)
 
+    def places(self, items: ListOf[ScheduledSequence]) -> QuantizedPlaces:
+        """For kernels that read in place; tables of blocks are in the batch as of any cache."""
+        size = self._size
+        filling: list[list[int]] = []
+        rows: list[int] = []
+        filled: list[tuple[int, int, int]] = []
+        start = 0
+        for item in items:
+            seq, first = item.seq, item.seq.num_kept_tokens
+            before, full = first // size, (first + item.num_new_tokens) // size
+            if full > before:
+                filling.append(seq.tail_blocks)
+                rows += seq.block_table[before:full]
+                filled.append((start, first - before * size, full * size - first))
+            start += item.num_new_tokens
+        own = len(filling) * size
+        tokens: list[int] = []
+        for index, (start, in_tail, fresh) in enumerate(filled):
+            tokens += range(index * size, index * size + in_tail)
+            tokens += range(own + start, own + start + fresh)
+        return QuantizedPlaces(
+            self._store,
+            torch.tensor([item.seq.tail_blocks for item in items], dtype=torch.int32),
+            torch.tensor(filling, dtype=torch.long),
+            torch.tensor(rows, dtype=torch.long),
+            torch.tensor(tokens, dtype=torch.long),
+        )
+
     def _decodes(self, items: ListOf[ScheduledSequence]) -> QuantizedDecodes:
         positions = torch.tensor([item.seq.num_seen_tokens(self._size) for item in items])
         tables = [item.seq.seen_blocks for item in items]
@@ -49,32 +73,25 @@ class QuantizedTables:
             table[:count] + table[:1] * (width - count)
             for table, count in zip(tables, num_full.tolist(), strict=True)
         ]
-        if self._in_place:
-            view: InPlace | Masks = InPlace(num_full, kernel_streams(items, self._windows))
-        else:
-            view = self._masks(items, positions, width)
+        places = torch.arange(width * self._size).expand(len(items), -1)
+        tail = num_full.unsqueeze(1) * self._size + torch.arange(self._size)
+        readable = places < (num_full * self._size).unsqueeze(1)
+        seen = torch.cat((readable, torch.arange(self._size) <= slots.unsqueeze(1)), dim=1)
+        places = torch.cat((places, tail), dim=1)
+        ends, streams = positions.unsqueeze(1), Streams.of(items)
+        masks = {w: _mask(seen, places, ends, w, streams)[:, None, None] for w in self._windows}
+        sinks = {w: sink_mask(ends, w, streams, torch.float32) for w in self._windows}
         filled = torch.nonzero(slots == self._size - 1).flatten()
         filled_rows = [tables[i][int(num_full[i])] for i in filled.tolist()]
         return QuantizedDecodes(
             torch.tensor(rows, dtype=torch.long).view(len(items), width),
             torch.tensor([item.seq.tail_blocks for item in items]),
             slots,
-            view,
+            seen,
+            masks,
+            {w: None if mask is None else mask[:, None, None] for w, mask in sinks.items()},
             filled,
             torch.tensor(filled_rows, dtype=torch.long),
-        )
-
-    def _masks(self, items: ListOf[ScheduledSequence], positions: Tensor, width: int) -> Masks:
-        ends, streams = positions.unsqueeze(1), Streams.of(items)
-        begin = ends // self._size * self._size
-        places = torch.arange(width * self._size).expand(len(items), -1)
-        tail = begin + torch.arange(self._size)
-        seen = torch.cat((places < begin, tail <= ends), dim=1)
-        places = torch.cat((places, tail), dim=1)
-        masks = {w: _mask(seen, places, ends, w, streams)[:, None, None] for w in self._windows}
-        sinks = {w: sink_mask(ends, w, streams, torch.float32) for w in self._windows}
-        return Masks(
-            seen, masks, {w: None if m is None else m[:, None, None] for w, m in sinks.items()}
         )
 
     def _chunk(self, item: ScheduledSequence, start: int) -> QuantizedChunk:

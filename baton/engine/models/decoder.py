@@ -22,7 +22,6 @@ from baton.engine.models.latent import LatentAttention
 from baton.engine.models.mlp import MLP
 from baton.engine.models.weights import fused_linear, norm, norm_weight
 from baton.engine.ops.attention import (
-    AttentionBatch,
     Batch,
     PagedBatch,
     paged_attention,
@@ -32,6 +31,7 @@ from baton.engine.ops.attention import (
 from baton.engine.ops.logits import LogitsHead
 from baton.engine.ops.norm import rms_norm
 from baton.engine.ops.quantized_attention import quantized_attention
+from baton.engine.ops.quantized_in_place import quantized_in_place
 from baton.engine.ops.rope import Rope, apply_rope_, rotate_and_store
 from baton.engine.ops.sinks import Anchors
 
@@ -59,11 +59,11 @@ class Attention:
         kv = qkv[:, self.num_heads :].view(n, 2, self.num_kv_heads, self.head_dim)
         q = qkv[:, : self.num_heads]
         anchored = None if batch.anchors is None else self._anchored(q, batch.anchors)
-        how = (self.window, self.scale, self.softcap, anchored)
         if isinstance(batch, PagedBatch) and rope is not None and self.rotates_whole_heads:
+            slots = None if batch.quantized else cache[0]
             norm, slot_mapping = self.qk_norm, batch.slot_mapping
-            rotate_and_store(qkv, rope, norm, self.eps, cache[0], slot_mapping, self.num_heads)
-            out = paged_attention(q, kv, cache, batch, *how)
+            rotate_and_store(qkv, rope, norm, self.eps, slots, slot_mapping, self.num_heads)
+            out = self._read(q, kv, cache, batch, anchored)
         else:
             out = self._attend(qkv, rope, kv, cache, batch, anchored)
         if batch.retention is not None:
@@ -80,11 +80,26 @@ class Attention:
         anchored: Tensor | None,
     ) -> Tensor:
         self._rotate(qkv, rope)
-        q, how = qkv[:, : self.num_heads], (self.window, self.scale, self.softcap, anchored)
-        if isinstance(batch, AttentionBatch) and batch.quantized is not None:
-            return quantized_attention(q, kv, cache[1], batch.quantized, *how)
-        write_kv(kv, cache[0], batch.slot_mapping)
-        return paged_attention(q, kv, cache, batch, *how)
+        if batch.quantized is None:
+            write_kv(kv, cache[0], batch.slot_mapping)
+        return self._read(qkv[:, : self.num_heads], kv, cache, batch, anchored)
+
+    def _read(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: Batch,
+        anchored: Tensor | None,
+    ) -> Tensor:
+        """Attention; a quantized cache is written by it."""
+        if batch.quantized is None:
+            how = (self.window, self.scale, self.softcap, anchored)
+            return paged_attention(q, kv, cache, batch, *how)
+        if isinstance(batch, PagedBatch):
+            return quantized_in_place(q, kv, cache[1], batch, self.window, self.scale, anchored)
+        how = (self.window, self.scale, self.softcap, anchored)
+        return quantized_attention(q, kv, cache[1], batch.quantized, *how)
 
     def _anchored(self, q: Tensor, anchors: Anchors) -> Tensor:
         """The queries (n, head, head_dim) as sinks meet them."""

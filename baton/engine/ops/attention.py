@@ -19,6 +19,7 @@ from baton.engine.ops.sinks import Anchors, SinkView, attend_with_sinks
 
 if TYPE_CHECKING:
     from baton.engine.ops.quantized_attention import QuantizedBatch
+    from baton.engine.ops.quantized_in_place import QuantizedPlaces
 
 Window = int | None
 
@@ -88,7 +89,8 @@ class PagedBatch:
     """Sequence s has the queries [starts[s], starts[s + 1]) of the batch, the last of lengths[s]
     tokens. `tables` is (sequence, block), `starts` (sequences + 1), `lengths` (sequence), all
     int32; entries of `tables` past a sequence's end or before all windows are never followed.
-    With sinks, `streams[window]` says what each sequence sees in layers of that window."""
+    With sinks, `streams[window]` says what each sequence sees in layers of that window. Over a
+    quantized cache `quantized` says what else there is, and `slot_mapping` nothing."""
 
     slot_mapping: Tensor
     tables: Tensor
@@ -96,6 +98,7 @@ class PagedBatch:
     lengths: Tensor
     block_size: int
     streams: Mapping[Window, Streams] = field(default_factory=dict)
+    quantized: "QuantizedPlaces | None" = None
     anchors: Anchors | None = None
     retention: Retention | None = None
 

@@ -3,8 +3,7 @@
 A token sees the group (block) it is in as it was computed, and the groups before it quantized.
 That depends on its position alone, so chunks, batches and preemption change nothing. The newest
 group of a sequence, its tail, lies in blocks of its own until it is full. Everything is
-computed in float32. Prefill is torch's, and decode's meaning: a kernel that reads blocks in place
-takes its part where there is one.
+computed in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from baton.engine.kv.codec import BlockCodec
 from baton.engine.ops.attention import Window, attend
-from baton.engine.ops.cpu.kernels import Streams, kernels
-from baton.engine.ops.cpu.quantized import QuantizedBlocks
 from baton.engine.ops.sinks import SinkView
 
 
@@ -40,33 +37,19 @@ class TailStore:
 
 
 @dataclass(frozen=True)
-class Masks:
-    """What the queries of a decode step see, for torch: `visible` (sequence, width * block_size +
-    block_size) says what may be read of the full blocks and of the tail, `masks[window]` (sequence,
-    1, 1, …) adds the window, `sinks[window]` (sequence, 1, 1, sinks) is for the anchored query."""
-
-    visible: Tensor
-    masks: Mapping[Window, Tensor]
-    sinks: Mapping[Window, Tensor | None]
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """The same for the kernel that reads blocks in place; see `PagedBatch.streams`."""
-
-    num_full: Tensor
-    streams: Mapping[Window, Streams]
-
-
-@dataclass(frozen=True)
 class QuantizedDecodes:
-    """Sequences with one query token. `rows` (sequence, width) are their full blocks, padded. The
-    tails of `filled` become the blocks `filled_rows`."""
+    """Sequences with one query token. `rows` (sequence, width) are their full blocks, padded;
+    `visible` (sequence, width * block_size + block_size) says what may be read of those and of
+    the tail, `masks[window]` (sequence, 1, 1, …) adds the window, `sinks[window]` (sequence, 1, 1,
+    sinks) is what the anchored query sees. The tails of `filled` become the blocks
+    `filled_rows`."""
 
     rows: Tensor
     tail_rows: Tensor
     slots: Tensor
-    view: Masks | InPlace
+    visible: Tensor
+    masks: Mapping[Window, Tensor]
+    sinks: Mapping[Window, Tensor | None]
     filled: Tensor
     filled_rows: Tensor
 
@@ -129,71 +112,24 @@ def _decode(
     softcap: float | None,
     anchored: Tensor | None,
 ) -> Tensor:
-    picked, tails = store.read(table, group.tail_rows)
-    tails[torch.arange(len(q)), group.slots] = kv
-    store.write(table, group.tail_rows, picked)
-    if isinstance(group.view, InPlace):
-        out = _in_place(q, table, picked, store, group, group.view, window, scale, anchored)
-    else:
-        how = (window, scale, softcap, anchored)
-        out = _unpacked(q, table, tails, store, group, group.view, *how)
-    if len(group.filled):
-        table.index_copy_(0, group.filled_rows, store.codec.encode(tails[group.filled]))
-    return out
-
-
-def _in_place(
-    q: Tensor,
-    table: Tensor,
-    tails: Tensor,
-    store: TailStore,
-    group: QuantizedDecodes,
-    view: InPlace,
-    window: Window,
-    scale: float | None,
-    anchored: Tensor | None,
-) -> Tensor:
-    loaded, wide = kernels(), store.dtype is torch.float32
-    assert loaded is not None, "InPlace is for caches that `takes_quantized`"
-    out = loaded.quantized_attention(
-        q.float().contiguous(),
-        table,
-        QuantizedBlocks(group.rows, view.num_full, group.slots, wide),
-        tails,
-        store.codec.sizes,
-        window,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        view.streams.get(window),
-        None if anchored is None else anchored[: len(q)].float().contiguous(),
-    )
-    return out.to(q.dtype)
-
-
-def _unpacked(
-    q: Tensor,
-    table: Tensor,
-    tails: Tensor,
-    store: TailStore,
-    group: QuantizedDecodes,
-    view: Masks,
-    window: Window,
-    scale: float | None,
-    softcap: float | None,
-    anchored: Tensor | None,
-) -> Tensor:
     b, num_heads, head_dim = q.shape
+    picked, tails = store.read(table, group.tail_rows)
+    tails[torch.arange(b), group.slots] = kv
+    store.write(table, group.tail_rows, picked)
     full = store.codec.decode(table.index_select(0, group.rows.flatten()))
     length = group.rows.shape[1] * full.shape[1]
     context = torch.cat((full.view(b, length, *full.shape[2:]), tails.float()), dim=1)
     # What is not visible may be anything, also no number.
-    context.masked_fill_(~view.visible[..., None, None, None], 0.0)
+    context.masked_fill_(~group.visible[..., None, None, None], 0.0)
     keys, values = context.permute(2, 0, 3, 1, 4)
-    shape = (b, full.shape[3], -1, head_dim)
+    shape = (b, kv.shape[2], -1, head_dim)
     sinks = None
-    if anchored is not None and (mask := view.sinks[window]) is not None:
+    if anchored is not None and (mask := group.sinks[window]) is not None:
         sinks = SinkView(anchored[:b].float().view(shape), mask)
     folded = q.float().view(shape)
-    out = attend(folded, keys, values, view.masks[window], scale, softcap, sinks=sinks)
+    out = attend(folded, keys, values, group.masks[window], scale, softcap, sinks=sinks)
+    if len(group.filled):
+        table.index_copy_(0, group.filled_rows, store.codec.encode(tails[group.filled]))
     return out.reshape(b, num_heads, head_dim).to(q.dtype)
 
 

@@ -22,14 +22,14 @@ def rotate_and_store(
     rope: Rope,
     norm: Tensor | None,
     eps: float,
-    slots: Tensor,
+    slots: Tensor | None,
     slot_mapping: Tensor,
     num_heads: int,
 ) -> None:
-    """Only for models whose attention reads in place: one pass over qkv (n, head + 2 *
-    kv_head, head_dim) rotates the queries where they are, and puts rotated keys and the values
-    into the layer's slots. `rope` is float32; `norm` (head + kv_head, head_dim) or None scales
-    normed heads first."""
+    """Only for models whose attention reads in place: one pass over qkv (n, head + 2 * kv_head,
+    head_dim) rotates the queries where they are, and puts rotated keys and the values into the
+    layer's slots; without `slots` keys are rotated where they are, too. `rope` is float32; `norm`
+    (head + kv_head, head_dim) or None scales normed heads first."""
     loaded = kernels()
     assert loaded is not None
     loaded.rotate_and_store(qkv, rope, norm, eps, slots, slot_mapping, num_heads)

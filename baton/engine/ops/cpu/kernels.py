@@ -9,7 +9,6 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_long, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -19,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.kv.quantized_sizes import QuantizedSizes
 from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
+from baton.engine.ops.cpu.by_dtype import DTYPES, by_dtype
 from baton.engine.ops.cpu.quantized import QuantizedAttention
 
 _log = logging.getLogger(__name__)
@@ -28,10 +27,6 @@ _log = logging.getLogger(__name__)
 _DEPTH = 32
 _GROUP = 32
 _MAX_HEAD_DIM = 256
-
-
-_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
-"""Of the C functions, by the dtype of weights, queries and caches that they take."""
 
 
 class Finish(IntEnum):
@@ -70,11 +65,13 @@ class Kernels:
         loaded = ctypes.CDLL(str(path))
         if not loaded.baton_enable():
             raise BuildError("the system does not give this process the tile registers")
-        self._pack = _by_dtype(loaded, "baton_pack")
-        self._linear = _by_dtype(loaded, "baton_linear")
-        self._rms_norm = _by_dtype(loaded, "baton_rms_norm")
-        self._rotate_and_store = _by_dtype(loaded, "baton_rotate_and_store")
-        self._attention = _by_dtype(loaded, "baton_attention")
+        self._pack = by_dtype(loaded, "baton_pack", _SIGNATURES["baton_pack"])
+        self._linear = by_dtype(loaded, "baton_linear", _SIGNATURES["baton_linear"])
+        self._rms_norm = by_dtype(loaded, "baton_rms_norm", _SIGNATURES["baton_rms_norm"])
+        self._rotate_and_store = by_dtype(
+            loaded, "baton_rotate_and_store", _SIGNATURES["baton_rotate_and_store"]
+        )
+        self._attention = by_dtype(loaded, "baton_attention", _SIGNATURES["baton_attention"])
         self._copy_rows = loaded.baton_copy_rows
         self._copy_rows.argtypes = (c_void_p, c_long, c_void_p) * 2 + (c_long,) * 3 + (c_int,) * 2
         self._copy_rows.restype = c_uint64
@@ -127,25 +124,24 @@ class Kernels:
         rope: tuple[Tensor, Tensor],
         norm: Tensor | None,
         eps: float,
-        slots: Tensor,
+        slots: Tensor | None,
         slot_mapping: Tensor,
         num_heads: int,
     ) -> None:
         """See `ops.rope.rotate_and_store`."""
-        tokens, _, head_dim = qkv.shape
-        num_kv_heads = slots.shape[2]
+        tokens, all_heads, head_dim = qkv.shape
         self._rotate_and_store[qkv.dtype](
             qkv.data_ptr(),
             rope[0].data_ptr(),
             rope[1].data_ptr(),
             None if norm is None else norm.data_ptr(),
             eps,
-            slots[0].data_ptr(),
-            slots[1].data_ptr(),
+            None if slots is None else slots[0].data_ptr(),
+            None if slots is None else slots[1].data_ptr(),
             slot_mapping.data_ptr(),
             tokens,
             num_heads,
-            num_kv_heads,
+            (all_heads - num_heads) // 2,
             head_dim,
             torch.get_num_threads(),
         )
@@ -219,13 +215,6 @@ class Kernels:
         )
 
 
-def _by_dtype(loaded: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[..., None]]:
-    found = {dtype: getattr(loaded, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
-    for function in found.values():
-        function.argtypes, function.restype = _SIGNATURES[name], None
-    return found
-
-
 def takes_linear(weight: Tensor) -> bool:
     on_cpu = weight.device.type == "cpu"
     return on_cpu and takes(weight.dtype) and weight.shape[1] % _DEPTH == 0
@@ -236,14 +225,8 @@ def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
     return takes(dtype) and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
-def takes_quantized(sizes: QuantizedSizes) -> bool:
-    depth = 32 if sizes.kind == "int4" else 16
-    fits = sizes.head_dim % depth == 0 and sizes.head_dim <= _MAX_HEAD_DIM
-    return fits and kernels() is not None
-
-
 def takes(dtype: torch.dtype) -> bool:
-    return dtype in _SUFFIXES and kernels() is not None
+    return dtype in DTYPES and kernels() is not None
 
 
 @functools.cache

@@ -1,69 +1,68 @@
-"""Decode's attention over quantized blocks; see src/quantized.cpp and `ops.quantized_attention`."""
+"""The compiled attention over quantized blocks as a function on tensors."""
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_long, c_void_p
+from ctypes import c_float, c_int, c_long, c_void_p
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from baton.engine.kv.quantized_sizes import QuantizedSizes
+from baton.engine.ops.cpu.by_dtype import by_dtype
 
 if TYPE_CHECKING:
     from baton.engine.ops.cpu.kernels import Streams
 
-_SIGNATURE = (c_void_p,) * 11 + (c_long,) * 9 + (c_float,) + (c_int,) * 3
-_KINDS = ("fp8", "int8", "int4")
-
-
-class QuantizedBlocks(NamedTuple):
-    """Of each sequence: `rows` (sequence, width) of its full blocks, how many they are, and the
-    slot of its query in its tail, all int64. `wide_tails`: in float32, not bfloat16."""
-
-    rows: Tensor
-    num_full: Tensor
-    slots: Tensor
-    wide_tails: bool
+_KINDS = {"fp8": 0, "int8": 1, "int4": 2}
+_SIGNATURE = (c_void_p,) * 12 + (c_long,) * 11 + (c_float, c_int, c_int)
 
 
 class QuantizedAttention:
     def __init__(self, loaded: ctypes.CDLL) -> None:
-        self._kernel = loaded.baton_quantized_attention
-        self._kernel.argtypes, self._kernel.restype = _SIGNATURE, None
+        self._functions = by_dtype(loaded, "baton_quantized_attention", _SIGNATURE)
 
     def __call__(
         self,
         q: Tensor,
+        kv: Tensor,
         table: Tensor,
-        blocks: QuantizedBlocks,
-        tails: Tensor,
         sizes: QuantizedSizes,
+        tables: Tensor,
+        tails: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
         window: int | None,
         scale: float,
         streams: "Streams | None" = None,
         anchored: Tensor | None = None,
     ) -> Tensor:
-        """One query per sequence, float32 (sequence, head, head_dim), over the blocks of `table`
-        (block, bytes) and the tails, each with its query's own token: rows of bytes that begin
-        with (slot, key|value, kv_head, head_dim). `streams`, `anchored` as in `attention`."""
-        sequences, num_heads, head_dim = q.shape
-        out, (*parts, _) = torch.empty_like(q), accumulate(sizes.parts, initial=0)
-        self._kernel(
+        """As `Kernels.attention`, over quantized blocks, the rows of `table`. The batch's own `kv` (n,
+        key|value, kv_head, head_dim) may be a slice of wider rows; what fills no block goes into
+        the rows `tails` (sequence, row), int32. See `ops.quantized_attention`."""
+        n, num_heads, head_dim = q.shape
+        out = torch.empty(n, num_heads, head_dim, dtype=q.dtype)
+        # Each plane's scales, zero points and numbers.
+        places = [0, *accumulate(sizes.parts)]
+        parts = (c_long * 6)(*places[:-1:2], *places[1::2])
+        self._functions[q.dtype](
             q.data_ptr(),
             out.data_ptr(),
-            None if anchored is None else anchored.data_ptr(),
+            kv.data_ptr(),
             table.data_ptr(),
-            blocks.rows.data_ptr(),
-            blocks.num_full.data_ptr(),
+            tables.data_ptr(),
             tails.data_ptr(),
-            blocks.slots.data_ptr(),
+            ctypes.addressof(parts),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            None if anchored is None else anchored.data_ptr(),
             None if streams is None else streams.windows.data_ptr(),
             None if streams is None else streams.sinks.data_ptr(),
-            (c_int64 * len(parts))(*parts),
-            sequences,
-            blocks.rows.shape[1],
+            lengths.shape[0],
+            q.stride(0),
+            kv.stride(0),
             table.shape[1],
+            tables.shape[1],
             tails.shape[1],
             num_heads,
             sizes.num_kv_heads,
@@ -71,8 +70,7 @@ class QuantizedAttention:
             sizes.block_size,
             window or 0,
             scale,
-            _KINDS.index(sizes.kind),
-            blocks.wide_tails,
+            _KINDS[sizes.kind],
             torch.get_num_threads(),
         )
         return out

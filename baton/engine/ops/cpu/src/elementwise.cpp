@@ -69,7 +69,8 @@ void rms_norm(const float* x, const float* weight, float eps, T* out, long rows,
 }
 
 // qkv (tokens, query heads + 2 * kv heads, head_dim): queries are rotated in place, keys on their
-// way into `keys`, values copied to `values`; both are (slot, kv head, head_dim) of one layer.
+// way into `keys`, values copied to `values`; both are (slot, kv head, head_dim) of one layer, or
+// null: then keys are rotated in place too.
 template <class T>
 void rotate_and_store(const Heads& heads, T* qkv, T* keys, T* values, const int64_t* slots,
                       long tokens, long num_heads, long num_kv_heads, int threads) {
@@ -78,12 +79,13 @@ void rotate_and_store(const Heads& heads, T* qkv, T* keys, T* values, const int6
   for (long token = 0; token < tokens; token++) {
     T* row = qkv + token * (num_heads * dim + 2 * kv_size);
     T* k = row + num_heads * dim;
-    const long slot = slots[token] * kv_size;
+    const long slot = keys ? slots[token] * kv_size : 0;
+    T* rotated = keys ? keys + slot : k;
     for (long head = 0; head < num_heads; head++)
       rotate(heads, row + head * dim, row + head * dim, token, head);
     for (long head = 0; head < num_kv_heads; head++)
-      rotate(heads, k + head * dim, keys + slot + head * dim, token, num_heads + head);
-    std::memcpy(values + slot, k + kv_size, kv_size * sizeof(T));
+      rotate(heads, k + head * dim, rotated + head * dim, token, num_heads + head);
+    if (keys) std::memcpy(values + slot, k + kv_size, kv_size * sizeof(T));
   }
 }
 

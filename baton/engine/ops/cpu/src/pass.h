@@ -38,7 +38,7 @@ class Pass {
     kv_head_ = item.kv_head;
     first_query_ = call.starts[item.seq];
     const long queries = call.starts[item.seq + 1] - first_query_;
-    const long before = call.lengths[item.seq] - queries;
+    before_ = call.lengths[item.seq] - queries;
     column_ = item.column;
     columns_ = std::min(kColumns, queries * group_ - item.column);
     window_ = call.windows ? call.windows[item.seq] : call.window;
@@ -47,7 +47,7 @@ class Pass {
     for (long c = 0; c < kColumns; c++) {
       s_.largest[c] = -3e38f;
       s_.total[c] = 0;
-      s_.position[c] = (int32_t)(before + (column_ + std::min(c, columns_ - 1)) / group_);
+      s_.position[c] = (int32_t)(before_ + (column_ + std::min(c, columns_ - 1)) / group_);
     }
   }
 
@@ -73,6 +73,7 @@ class Pass {
     }
     const long wide = (columns_ + kTile - 1) / kTile * kTile, last = columns_ - 1;
     const long from = s_.begin[0], limit = s_.end[last];
+    if (from >= limit) return;
     tokens.locate(from / kTokens * kTokens, from, limit);
     for (long token = from / kTokens * kTokens; token < limit; token += kTokens) {
       tokens.load(s_, dim_);
@@ -91,6 +92,8 @@ class Pass {
   }
 
   long position(long c) const { return s_.position[c]; }
+  long first_query() const { return first_query_; }
+  long before() const { return before_; }  // tokens before the first query
 
  private:
   long query_of(long c) const { return first_query_ + (column_ + c) / group_; }
@@ -174,7 +177,7 @@ class Pass {
 
   const Queries<E>& call_;
   Scratch<T>& s_;
-  long group_, dim_, kv_head_, first_query_, column_, columns_;
+  long group_, dim_, kv_head_, first_query_, before_, column_, columns_;
   long window_ = 0, sinks_ = 0;
 };
 
