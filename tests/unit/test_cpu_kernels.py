@@ -53,7 +53,7 @@ def near(dtype: torch.dtype, rtol: float, atol: float) -> dict[str, float]:
     return {"rtol": 1e-5, "atol": 1e-5} if exact else {"rtol": rtol, "atol": atol}
 
 
-SHAPES = [(960, 576), (100, 64), (33, 1536)]
+SHAPES = [(960, 576), (100, 48), (33, 1536), (7, 30)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,7 +128,7 @@ def test_the_norm_is_its_definition(kernels: Kernels, dtype: torch.dtype, size: 
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("head_dim", [6, 16, 64, 80])
 def test_keys_are_rotated_into_their_slots_and_values_copied(
     kernels: Kernels, dtype: torch.dtype, head_dim: int, normed: bool
 ) -> None:
@@ -210,7 +210,7 @@ class Paged:
 
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("block", [5, 16])
-@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 80), (40, 1, 32), (2, 2, 256), (4, 2, 16)])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 80), (40, 1, 32), (2, 2, 256), (4, 2, 10)])
 def test_attention_reads_what_is_visible_and_a_query_is_the_same_decoded_or_prefilled(
     kernels: Kernels,
     dtype: torch.dtype,

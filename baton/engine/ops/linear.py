@@ -101,9 +101,9 @@ class KernelLinear:
     def rows(self, indices: Tensor) -> Tensor:
         """(n, in_features) rows of the matrix; see src/tiles.h for where they are."""
         words = 4 // self._packed.itemsize
-        tiles = self._packed.view(-1, self._depth // 32, 2, 32 // words, 16, words)
+        tiles = self._packed.view(-1, -(-self._depth // 32), 2, 32 // words, 16, words)
         picked = tiles[indices // 32, :, indices % 32 // 16, :, indices % 16]
-        return picked.reshape(len(indices), self._depth)
+        return picked.flatten(1)[:, : self._depth]
 
     def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
         self._kernels.linear(x, self._packed, self._bias, self._outputs, total, Finish.ADD)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
@@ -78,10 +79,11 @@ class Kernels:
         self.quantized_attention = QuantizedAttention(loaded)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """(outputs, depth) → its packed form, flat; see src/tiles.h."""
+        """(outputs, depth) → its packed form, flat; see src/tiles.h. It is as deep as depth rounded
+        up to 32, as its inputs will be."""
+        weight = _deep(weight)
         outputs, depth = weight.shape
         packed = torch.empty(-(-outputs // _GROUP) * _GROUP * depth, dtype=weight.dtype)
-        weight = weight.contiguous()
         self._pack[weight.dtype](weight.data_ptr(), packed.data_ptr(), outputs, depth)
         return packed
 
@@ -90,8 +92,8 @@ class Kernels:
     ) -> None:
         """x (n, depth) times packed weights of `outputs` rows, into `out`. `bias` is float32, as
         long as `outputs` rounded up to 32."""
+        x = _deep(x)
         rows, depth = x.shape
-        x = x.contiguous()
         self._linear[packed.dtype](
             x.data_ptr(),
             packed.data_ptr(),
@@ -215,14 +217,19 @@ class Kernels:
         )
 
 
+def _deep(rows: Tensor) -> Tensor:
+    """Contiguous, and padded to whole steps of depth."""
+    rest = -rows.shape[1] % _DEPTH
+    return F.pad(rows, (0, rest)) if rest else rows.contiguous()
+
+
 def takes_linear(weight: Tensor) -> bool:
-    on_cpu = weight.device.type == "cpu"
-    return on_cpu and takes(weight.dtype) and weight.shape[1] % _DEPTH == 0
+    return weight.device.type == "cpu" and takes(weight.dtype)
 
 
 def takes_heads(dtype: torch.dtype, head_dim: int) -> bool:
     """Rotary embedding and attention of heads of this size."""
-    return takes(dtype) and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM
+    return takes(dtype) and head_dim % 2 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
 def takes(dtype: torch.dtype) -> bool:

@@ -37,9 +37,9 @@ class QuantizedAttention:
         streams: "Streams | None" = None,
         anchored: Tensor | None = None,
     ) -> Tensor:
-        """As `Kernels.attention`, over quantized blocks, the rows of `table`. The batch's own `kv` (n,
-        key|value, kv_head, head_dim) may be a slice of wider rows; what fills no block goes into
-        the rows `tails` (sequence, row), int32. See `ops.quantized_attention`."""
+        """As `Kernels.attention`, over quantized blocks, the rows of `table`. The batch's own `kv`
+        (n, key|value, kv_head, head_dim) may be a slice of wider rows; what fills no block goes
+        into the rows `tails` (sequence, row), int32. See `ops.quantized_attention`."""
         n, num_heads, head_dim = q.shape
         out = torch.empty(n, num_heads, head_dim, dtype=q.dtype)
         # Each plane's scales, zero points and numbers.

@@ -57,7 +57,7 @@ class QuantizedTokens {
         __m512 key = _mm512_setzero_ps(), value = _mm512_setzero_ps();
         if (t >= begin_ && t < end_ && d < cache_.head_dim) {
           if (t == begin_ || slot_[t] == 0) {
-            key_scale = kKind == kFp8 ? half(part(t, 0), kv_head_) : halves(part(t, 0), channel(d));
+            key_scale = kKind == kFp8 ? half(part(t, 0), kv_head_) : halves(part(t, 0), d);
             key_zero = zeros<kKind>(part(t, 1), d);
           }
           const long token = slot_[t] * cache_.num_kv_heads + kv_head_;
@@ -89,26 +89,29 @@ class QuantizedTokens {
     return _mm512_cvtph_ps(_mm256_set1_epi16(((const int16_t*)from)[index]));
   }
 
-  static __m512 halves(const uint8_t* from, long index) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)((const int16_t*)from + index)));
+  // Of the head's channels [d, d + 16).
+  __m512 halves(const uint8_t* from, long d) const {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(dims(d), (const int16_t*)from + channel(d)));
   }
+
+  __mmask16 dims(long d) const { return first(cache_.head_dim - d); }
 
   template <int kKind>
   __m512 zeros(const uint8_t* from, long d) const {
-    if (kKind == kFp8) return halves(from, channel(d));
+    if (kKind == kFp8) return halves(from, d);
     if (kKind == kInt8) return _mm512_setzero_ps();
-    const __m128i steps = _mm_loadu_si128((const __m128i*)(from + channel(d)));
+    const __m128i steps = _mm_maskz_loadu_epi8(dims(d), from + channel(d));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(steps));
   }
 
-  // Dimensions [d, d + 16) of a head; head_dim is a multiple of 16.
+  // Dimensions [d, d + 16) of a head.
   template <int kKind>
   __m512 numbers_as(const uint8_t* from, long d, __m512 scale, __m512 zero) const {
     if (kKind == kInt4) {
       const __m512 steps = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(nibbles(from, d)));
       return _mm512_mul_ps(_mm512_sub_ps(steps, zero), scale);
     }
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)(from + d));
+    const __m128i bytes = _mm_maskz_loadu_epi8(dims(d), from + d);
     if (kKind == kInt8) return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), scale);
     const __m512 value = _mm512_mul_ps(from_e4m3(bytes), scale);
     return kKind == kFp8 ? _mm512_add_ps(value, zero) : value;
@@ -119,7 +122,7 @@ class QuantizedTokens {
     const long half = cache_.head_dim / 2;
     const __mmask16 low = first(half - d);
     const __m128i a = _mm_maskz_loadu_epi8(low, from + d);
-    const __m128i b = _mm_maskz_loadu_epi8((__mmask16)~low, from + d - half);
+    const __m128i b = _mm_maskz_loadu_epi8(dims(d) & ~low, from + d - half);
     const __m128i mask = _mm_set1_epi8(15);
     return _mm_or_si128(_mm_and_si128(a, mask), _mm_and_si128(_mm_srli_epi16(b, 4), mask));
   }
