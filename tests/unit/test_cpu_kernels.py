@@ -115,7 +115,8 @@ def test_rows_of_a_packed_matrix_are_read_back(
     kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     weight, some = noise(dtype, *shape), torch.randint(shape[0], (50,))
-    assert torch.equal(KernelLinear(kernels, weight).rows(some), weight[some])
+    rows = KernelLinear(kernels, weight).rows(some)
+    assert torch.equal(rows, weight[some]) and rows.is_contiguous()
 
 
 @pytest.mark.parametrize("size", [576, 100])

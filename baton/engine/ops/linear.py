@@ -103,7 +103,7 @@ class KernelLinear:
         words = 4 // self._packed.itemsize
         tiles = self._packed.view(-1, -(-self._depth // 32), 2, 32 // words, 16, words)
         picked = tiles[indices // 32, :, indices % 32 // 16, :, indices % 16]
-        return picked.flatten(1)[:, : self._depth]
+        return picked.flatten(1)[:, : self._depth].contiguous()
 
     def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
         self._kernels.linear(x, self._packed, self._bias, self._outputs, total, Finish.ADD)
