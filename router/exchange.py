@@ -121,24 +121,20 @@ class Exchange:
     async def send_error(self, error: ApiError) -> None:
         await self.send_json(error.status, error.body(self.request_id), error.all_headers())
 
-    async def send_events(self, events: bytes) -> None:
+    async def send_events(self, events: bytes, last: bool = False) -> None:
         """Sends whole events; the first call sends the headers too. Waits for a slow client."""
         if not self.started:
             await self._start(
                 200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
             )
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end_events(self, events: bytes) -> None:
-        await self.send_events(events)
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def break_events(self, events: bytes) -> None:
         """Ends a stream that went wrong. A client that has stopped reading does not get to hear
         of it: the server closes the connection."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await self.end_events(events)
+                await self.send_events(events, last=True)
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True

@@ -53,6 +53,9 @@ def connect(url: str, timeout_s: float = CALL_TIMEOUT_S) -> Client:
         return _sentinel(url, options)
     if kind == "cluster":
         return _cluster(url, options)
+    # `answer` bounds every call; a bound of the client's own costs each a task and a timer. Only
+    # where there are several servers, one that is silent must leave time for the next.
+    options["socket_timeout"] = None
     return aioredis.Redis.from_url(url, retry=_no_retry(), **options)
 
 

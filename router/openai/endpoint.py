@@ -222,7 +222,7 @@ class Endpoint:
             usage = {"usage": _usage(call, outputs, served)} if prepared.include_usage else {}
             fields = self._closing(call, served, usage)
             last = call.format.closing(fields) if fields else b""
-            await exchange.end_events(last + DONE)
+            await exchange.send_events(last + DONE, last=True)
         return outputs, served
 
     def _closing(
