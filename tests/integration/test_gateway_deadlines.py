@@ -49,7 +49,7 @@ STAGES = {
     "in mid-hand-off": 1,
     "in mid-decode": 5,
 }
-"""Stage → tokens that a stream has shown by then."""
+"""Stage → tokens that a stream has shown by then, at most."""
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -67,7 +67,9 @@ async def test_the_deadline_ends_a_request_at_every_stage(model: TextModel, stag
         if STAGES[stage]:
             assert streamed.status_code == 200
             events = [orjson.loads(line[6:]) for line in streamed.text.split("\n\n") if line]
-            assert joined(events[:-1]) == (TEXT[: STAGES[stage]], []), "no false finish reason"
+            text, reasons = joined(events[:-1])
+            assert TEXT[: STAGES[stage]].startswith(text), "a slow machine shows fewer"
+            assert reasons == [], "no false finish reason"
             assert events[-1]["error"]["code"] == "timeout", "and nothing after it"
         else:
             assert streamed.status_code == 504
