@@ -57,13 +57,12 @@ class Inbox:
             blocks = self.pools.find(carrier)
             await copying(frame.work, frame.write, frame.plan, blocks, checksum)
             return
-        size = carrier.size if isinstance(carrier, TorchMessage) else len(carrier)
-        if size > MAX_FRAME_BYTES:
-            raise HandoffRefused(f"a frame of {size} bytes is over the limit {MAX_FRAME_BYTES}")
         if isinstance(carrier, TorchMessage):
             self._check_offered("torch")
             await self.groups.take(carrier, frame)
             return
+        if (size := len(carrier)) > MAX_FRAME_BYTES:
+            raise HandoffRefused(f"a frame of {size} bytes is over the limit {MAX_FRAME_BYTES}")
         self._message_bytes += size
         try:
             await copying(frame.work, frame.write, frame.plan, carrier, checksum)

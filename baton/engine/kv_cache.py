@@ -51,6 +51,7 @@ class KVCache:
         """Per layer (blocks of each plane in turn, block_size * kv_head * head_dim)."""
         self._bytes = self.data.flatten(3).view(torch.uint8).flatten(0, 1)
         """(planes of each layer in turn, block, bytes of its row)."""
+        self._planes = None if self.data.is_cuda else self._bytes.numpy()
 
     def in_blocks_of(self, block_size: int) -> "KVCache":
         """The same memory as a cache of smaller blocks: block b becomes the blocks b * r to
@@ -68,7 +69,10 @@ class KVCache:
 
     def planes(self, layer_start: int, layer_count: int) -> np.ndarray:
         """Bytes of a cache on a CPU: (planes of each layer in turn, block, bytes of its row)."""
-        return self._rows(layer_start, layer_count).numpy()
+        assert self._planes is not None
+        self._check_layers(layer_start, layer_count)
+        per_layer = self.layout.num_planes
+        return self._planes[per_layer * layer_start : per_layer * (layer_start + layer_count)]
 
     @property
     def bytes_per_token(self) -> int:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.engine.transfer.base import (
-    MAX_FRAME_BYTES,
     BlockReader,
     FrameRoom,
     HandoffDamaged,
@@ -26,8 +25,8 @@ from baton.engine.transfer.base import (
 from baton.engine.transfer.pair_group import CHECKSUM_BYTES, RECEIVER, Lane, PairGroup
 from baton.engine.transfer.plan import FramePlan
 
-FRAME_BYTES = MAX_FRAME_BYTES
-"""Each frame has a header and an acknowledgement, whose work is what a fast link waits for."""
+FRAME_BYTES = 32 << 20
+"""A frame costs a header, an acknowledgement and no memory, so it may be long."""
 MESSAGE_BYTES = 4 << 20
 MAX_MESSAGE_BYTES = 8 << 20
 """The longest for which a receiver makes room."""
@@ -74,9 +73,13 @@ def _fill(reader: BlockReader, part: FramePlan, buffer: Tensor) -> Tensor:
     checksum = reader.read(part, buffer[:size])
     if checksum is None:
         return buffer[:size]
+    message = buffer[: size + CHECKSUM_BYTES]
     trailer = bytearray(checksum.to_bytes(CHECKSUM_BYTES, "little"))
-    buffer[size : size + CHECKSUM_BYTES] = torch.frombuffer(trailer, dtype=torch.uint8)
-    return buffer[: size + CHECKSUM_BYTES]
+    if message.is_cuda:
+        message[size:] = torch.frombuffer(trailer, dtype=torch.uint8)
+    else:
+        message.numpy().data[size:] = trailer
+    return message
 
 
 async def _lane_of(group: PairGroup, timeout_s: float) -> Lane:
