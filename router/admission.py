@@ -2,7 +2,8 @@
 
 Owns how many requests run, and gives the next one in line its turn; in which order they stand
 is the fair queue's business, and whether there is room the workers'. A request that the workers
-refuse for lack of room goes back to its old place. Whoever arrives while others wait queues up.
+refuse for lack of room goes back to its old place, and the bound, which is for newcomers, does not
+stop one that had its turn or whose answer has begun. Whoever arrives while others wait queues up.
 The next in line is let through when a request ends, when one was accepted (there may be more
 room) and when workers changed. Invariant: running + waiting requests are bounded; every wait
 ends at its deadline.
@@ -98,9 +99,11 @@ class Admission:
                 turn.set_result(None)
                 return
 
-    async def _wait(self, ticket: Ticket, deadline: float) -> None:
+    def _check_bound(self) -> None:
         if len(self._queue) >= self._max_queue:
             raise QueueFull("The queue is full, try again later.", retry_after_s=RETRY_AFTER_S)
+
+    async def _wait(self, ticket: Ticket, deadline: float) -> None:
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         self._queue.push(ticket)
         try:
@@ -139,6 +142,7 @@ class Slot:
     async def enter(self) -> None:
         admission = self._admission
         if admission._queue or admission._running >= admission._max_running:
+            admission._check_bound()
             await admission._wait(self._ticket, self._deadline)
         else:
             admission._running += 1
@@ -150,13 +154,15 @@ class Slot:
 
     async def refused(self, deadline: float | None = None) -> None:
         """The workers are full: wait in the old place for the next chance, until the slot's own
-        deadline or another one.
+        deadline, or, for what goes on with an answer that has begun, until another one.
 
         Several parts of one request may wait at once; it holds one slot at most.
         """
         if self._held:
             self._held = False
             self._admission._running -= 1
+        if deadline is None and not self._ticket.charged:
+            self._admission._check_bound()
         alone = self._ticket not in self._admission._queue
         ticket = self._ticket if alone else replace(self._ticket)
         await self._admission._wait(ticket, self._deadline if deadline is None else deadline)

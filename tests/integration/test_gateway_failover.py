@@ -86,6 +86,31 @@ async def test_a_stream_older_than_the_queues_patience_waits_for_room_when_its_w
         assert joined(await asking) == (WHOLE, ["length"])
 
 
+async def test_a_stream_that_lost_its_worker_waits_for_room_although_the_queue_is_full(
+    model: TextModel,
+) -> None:
+    """The bound of the queue counted it as a newcomer: it ended with 429 in mid-answer."""
+    async with running_gateway(model, scripted(TEXT), decodes=2, max_queue=1) as gateway:
+        for worker in gateway.cluster.decodes:
+            worker.behaviour.step_s = 0.03
+        streaming = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(
+            lambda: (
+                gateway.cluster.running > 0 and gateway.cluster.prefills[0].counters.completed > 0
+            )
+        )
+        busy, other = sorted(gateway.cluster.decodes, key=lambda w: -w.counters.running)
+        busy.behaviour.capacity = other.behaviour.capacity = 0
+        asking = asyncio.create_task(gateway.post(COMPLETIONS, LONG))
+        await until(lambda: gateway.gateway.admission.waiting == 1)
+        await busy.kill()
+        await until(lambda: gateway.gateway.admission.waiting == 2 or streaming.done())
+        other.behaviour.capacity = 64
+        gateway.cluster.directory.put(other.record)
+        assert joined(await streaming) == (WHOLE, ["length"])
+        assert (await asking).status_code == 200
+
+
 async def test_every_choice_goes_on_from_where_it_stood(model: TextModel) -> None:
     def script(prompt: object, choice: int) -> list[int]:
         return list(f"choice {choice} says its own text. ".encode())

@@ -122,6 +122,57 @@ async def test_a_refused_request_keeps_its_place_before_later_ones() -> None:
     assert admission.running == 0
 
 
+async def test_one_that_had_its_turn_goes_back_although_a_newcomer_took_its_place() -> None:
+    """The bound counted it as a newcomer: the oldest was refused for the youngest."""
+    admission = Admission(max_running=1, max_queue=1)
+    first, oldest = Client(admission), Client(admission)
+    await settle()
+    await first.finish()
+    await soon(oldest.entered.wait())
+    newcomer = Client(admission)
+    await settle()
+    back = asyncio.create_task(oldest.slot.refused())
+    await settle()
+    assert (admission.running, admission.waiting) == (0, 2)
+    with pytest.raises(QueueFull):
+        async with admission.slot(now() + 30):
+            pass
+    admission.workers_changed()
+    await soon(back)
+    assert not newcomer.entered.is_set()
+    await oldest.finish()
+    await newcomer.finish()
+
+
+async def test_one_that_never_waited_is_a_newcomer_to_the_queue() -> None:
+    admission = Admission(max_running=2, max_queue=1)
+    first, second = Client(admission), Client(admission)
+    await settle()
+    waiting = Client(admission)
+    await settle()
+    with pytest.raises(QueueFull):
+        await first.slot.refused()
+    for client in (second, waiting):
+        await client.finish()
+    await first.finish()
+    assert (admission.running, admission.waiting) == (0, 0)
+
+
+async def test_an_answer_that_has_begun_waits_for_room_although_the_queue_is_full() -> None:
+    admission = Admission(max_running=1, max_queue=1)
+    begun = Client(admission)
+    await settle()
+    waiting = Client(admission)
+    await settle()
+    part = asyncio.create_task(begun.slot.refused(now() + 30))
+    await settle()
+    assert (admission.running, admission.waiting) == (0, 2)
+    admission.workers_changed()
+    await soon(part)
+    await begun.finish()
+    await waiting.finish()
+
+
 async def test_newcomers_queue_behind_waiters_although_there_is_a_free_slot() -> None:
     admission = Admission(max_running=5, max_queue=5)
     first = Client(admission)
