@@ -130,9 +130,7 @@ class _Tally:
     def done(self, prefilled_here: bool) -> Done:
         seqs = self._seqs.values()
         # Choices of one request run side by side: the longest one saw every step.
-        longest = max(
-            seqs, key=lambda s: s.prefill_steps.steps + s.decode_steps.steps, default=None
-        )
+        longest = max(seqs, key=_num_steps, default=None)
         return Done(
             num_cached_tokens=max((s.num_cached_tokens for s in seqs if prefilled_here), default=0),
             num_recomputed_tokens=sum(s.num_recomputed_tokens for s in seqs),

@@ -11,6 +11,7 @@ of waiting raises its rank by one: nobody starves.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 PATIENCE_S = 10.0
 
@@ -70,9 +71,7 @@ class FairQueue:
 
     def pop(self, now: float) -> Ticket:
         """The next one; there is one."""
-        ticket = min(
-            self._waiting, key=lambda t: (-t.rank(now), self._given[t.tenant], *t.urgency(now))
-        )
+        ticket = min(self._waiting, key=partial(self._turn, now))
         del self._waiting[ticket]
         self._given[ticket.tenant] += ticket.tokens
         ticket.charged = True

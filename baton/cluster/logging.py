@@ -11,7 +11,6 @@ from contextvars import ContextVar
 
 import orjson
 
-LEVELS = ("debug", "info", "warning", "error")
 _NOISY = ("httpx", "httpcore", "grpc", "asyncio")
 
 
