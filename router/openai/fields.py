@@ -135,16 +135,30 @@ def _parse_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Arguments arrive as JSON text; templates expect the object."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{place} must be a list of objects")
-    return [_parse_tool_call(call, place) for call in calls]
+    return [_parse_tool_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
 
 
 def _parse_tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{place} must hold functions with a name")
+        raise ValueError(f"{place} must hold a function with a name")
     arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        arguments = _parse_arguments(arguments, f"{place}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parse_arguments(text: str, place: str) -> Any:
+    """What is no JSON stays text. The body's own parser has no say in what is within a string:
+    escapes may make text here that no tokenizer takes."""
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        parsed = json.loads(text)
+        if "\\u" in text:
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{place} holds half of a surrogate pair") from None
     except ValueError:
-        parsed = arguments
-    return {**call, "function": {**function, "arguments": parsed}}
+        return text
+    return parsed

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # Shorter texts are tokenised in well under a millisecond, less than a thread hop is worth.
 INLINE_CHARS = 4096
+# What rendering a value costs besides its text, in characters.
+VALUE_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,15 @@ class TextModel:
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a rendered conversation; raises TemplateError."""
-        size = sum(len(message.get("content") or "") for message in messages)
-        return await self._run(size + 64 * len(messages), lambda: self._encode_chat(messages))
+        return await self._run(_size(messages), lambda: self._encode_chat(messages))
 
     async def encode_marked_chat(
         self, messages: Sequence[Mapping[str, Any]], places: Sequence[Place]
     ) -> tuple[list[int], list[int]]:
         """As `encode_chat`, and how many of the leading ids belong to what precedes each place; 0
         where that cannot be told. Raises TemplateError."""
-        size = sum(len(message.get("content") or "") for message in messages)
         return await self._run(
-            size * (1 + len(places)) + 64 * len(messages),
-            lambda: self._encode_marked(messages, places),
+            _size(messages) * (1 + len(places)), lambda: self._encode_marked(messages, places)
         )
 
     async def encode_prompt(self, text: str) -> list[int]:
@@ -78,6 +77,24 @@ class TextModel:
         if size <= INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters a template may render, all fields at all depths; counts no further than it takes
+    to know that they are many."""
+    size, left = 0, list[Any](messages)
+    while left and size <= INLINE_CHARS:
+        value = left.pop()
+        if isinstance(value, str):
+            size += len(value)
+            continue
+        size += VALUE_CHARS
+        if isinstance(value, Mapping):
+            left += value
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return size
 
 
 def _num_common(left: Sequence[int], right: Sequence[int]) -> int:

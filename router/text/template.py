@@ -17,6 +17,15 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_OUTPUT_CHARS = 32 << 20
+_STUMBLES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class TemplateError(Exception):
@@ -77,7 +86,7 @@ class ChatTemplate:
                 size += len(piece)
                 if size > max_chars:
                     raise TemplateError("the rendered prompt is too long")
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _STUMBLES as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from (
                 error
             )

@@ -145,6 +145,34 @@ async def test_histories_with_empty_assistant_turns_are_answered(
     assert response.json()["choices"][0]["message"]["content"] == "abc"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [("[" * 100_000, "nested too deeply"), ('{"a":"\\ud800"}', "half of a surrogate pair")],
+)
+async def test_tool_arguments_that_no_template_can_show_are_refused_by_name(
+    tmp_path: Path, arguments: str, told: str
+) -> None:
+    """Both were internal errors: the parser of the body does not look into a string."""
+    source = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    model = byte_model(tmp_path, source + "{% endfor %}")
+    async with running_gateway(model, scripted("ab")) as gateway:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        messages = [*USER_HI, {"role": "assistant", "tool_calls": [call]}]
+        error = await assert_refused(gateway, CHAT, {"messages": messages}, "messages")
+        assert "messages[1].tool_calls[0].function.arguments" in error["message"]
+        assert told in error["message"]
+
+
+@pytest.mark.parametrize("arguments", ["not JSON", '{"a": "\\u00e9 \\ud83d\\ude00"}', "[" * 100])
+async def test_other_tool_arguments_are_shown(tmp_path: Path, arguments: str) -> None:
+    source = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    model = byte_model(tmp_path, source + "{% endfor %}")
+    async with running_gateway(model, scripted("ab")) as gateway:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        messages = [*USER_HI, {"role": "assistant", "tool_calls": [call]}]
+        assert (await gateway.post(CHAT, {"messages": messages})).status_code == 200
+
+
 async def test_a_template_that_takes_no_tool_messages_says_so(tmp_path: Path) -> None:
     source = "{% for m in messages %}{% if m.role == 'tool' %}"
     source += "{{ raise_exception('tool messages are not supported') }}{% endif %}x{% endfor %}"

@@ -1,6 +1,9 @@
 """Chat templates render in a sandbox with bounded output and say clearly what they refuse."""
 
+import dataclasses
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +35,15 @@ def test_what_a_template_raises_is_told_to_the_client() -> None:
 def test_a_template_that_stumbles_over_the_messages_is_a_clear_refusal() -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
         render("{{ messages[0].content + 1 }}")
+
+
+def test_values_that_are_nested_too_deeply_for_a_template_are_a_clear_refusal() -> None:
+    """The RecursionError was an internal error to the client."""
+    value: list[object] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(TemplateError, match="refuses these messages"):
+        render("{{ messages[0] | tojson }}", {**USER, "extra": value})
 
 
 def test_a_template_cannot_reach_the_interpreter() -> None:
@@ -86,3 +98,30 @@ async def test_long_texts_are_tokenised_to_the_same_ids_off_the_event_loop(tmp_p
     text = "hello world " * 2000
     assert await model.encode_prompt(text) == model.tokenizer.encode(text, True)
     model.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "inline"),
+    [
+        ({"content": "x" * 1000}, True),
+        ({"content": "x" * 5000}, False),
+        ({"content": "", "tool_calls": [{"function": {"arguments": {"a": ["x" * 5000]}}}]}, False),
+        ({"content": "", "extra": [0] * 5000}, False),
+        ({"content": "", "extra": {"x" * 5000: None}}, False),
+    ],
+)
+async def test_messages_are_rendered_off_the_event_loop_when_any_of_their_fields_is_long(
+    tmp_path: Path, fields: dict[str, object], inline: bool
+) -> None:
+    """Only content counted, so megabytes of tool calls stopped all streams."""
+    threads = []
+
+    class Watched(ChatTemplate):
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            threads.append(threading.get_ident())
+            return super().render(*args, **kwargs)
+
+    model = dataclasses.replace(byte_model(tmp_path), template=Watched(TEMPLATE, {}))
+    await model.encode_chat([{"role": "user", **fields}])
+    model.close()
+    assert (threads == [threading.get_ident()]) is inline
