@@ -181,20 +181,22 @@ class Options:
     def _prefill_has_room(self, candidate: Candidate) -> bool:
         if candidate.requests == 0 or math.isinf(self._rules.backlog_s):
             return True
-        queue_s, backlog_s = self._pricing.queue_s(candidate), self._rules.backlog_s
-        return self._worth_waiting(candidate, queue_s, backlog_s * candidate.share)
+        queue_s = self._pricing.queue_s(candidate)
+        backlog_s = self._rules.backlog_s * candidate.share
+        return queue_s <= backlog_s or self._worth_waiting(candidate, queue_s, backlog_s)
 
     def _may_queue(self, decode: Candidate) -> bool:
         """Whether a prompt may join those that a decode worker has to compute."""
         if decode.prefilling[0] == 0 or math.isinf(self._rules.backlog_s):
             return True
         queue_s = self._pricing.decode_queue_s(decode)
-        return self._worth_waiting(decode, queue_s, self._rules.backlog_s)
+        backlog_s = self._rules.backlog_s
+        return queue_s <= backlog_s or self._worth_waiting(decode, queue_s, backlog_s)
 
     def _worth_waiting(self, candidate: Candidate, queue_s: float, backlog_s: float) -> bool:
         """A prompt may wait longer where its beginning is cached, or being computed for another
         request: by the time that it takes to compute that elsewhere."""
-        return queue_s <= backlog_s or queue_s <= backlog_s + self._pricing.saved_s(candidate)
+        return queue_s <= backlog_s + self._pricing.saved_s(candidate)
 
     def _decode_has_room(self, candidate: Candidate) -> bool:
         record, n = candidate.record, self.request.n

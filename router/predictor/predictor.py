@@ -82,8 +82,10 @@ class Predictor:
         steps = -(-uncached // max(worker.chunk_size - decode_tokens, 1))
         attended = chunk_attention(cached, uncached)
         costs = (steps, uncached, attended, steps * decode_tokens, steps * context_tokens)
-        own, peers = self._speed(worker).prefill, self._peers[worker.role].prefill
-        return self._believed_s(worker, own, peers, costs)
+        own = self._speed(worker).prefill
+        if own.trained and not self._doubts[worker.role].of:
+            return own.predict(costs)
+        return self._believed_s(worker, own, self._peers[worker.role].prefill, costs)
 
     def backlog_s(self, worker: WorkerRecord, prompts: int, uncached: int) -> float:
         """So many prompts with so many tokens to compute together, one after the other."""
@@ -91,16 +93,9 @@ class Predictor:
             return 0.0
         return prompts * self.prefill_s(worker, -(-uncached // prompts))
 
-    def step_s(self, worker: WorkerRecord, sequences: float, context_tokens: float) -> float:
-        """One step that decodes `sequences` with so many tokens of context together."""
-        speed, peers = self._speed(worker), self._peers[worker.role].decode
-        wide = speed.computed_per_step
-        costs = (1, wide * sequences, wide * context_tokens)
-        return self._believed_s(worker, speed.decode, peers, costs)
-
     def token_s(self, worker: WorkerRecord, *loads: tuple[float, float]) -> list[float]:
         """What each sequence waits for its next token under each of these loads: sequences, and
-        tokens of their context together. A step yields several where drafts turn out right."""
+        tokens of their context together. With drafts a step may yield several."""
         speed, peers = self._speed(worker), self._peers[worker.role].decode
         wide, drawn, believed_s = speed.computed_per_step, speed.drawn_per_step, self._believed_s
         return [
@@ -118,10 +113,10 @@ class Predictor:
         """Its own model's word where it has one; when that is old, less of what it is slower."""
         if not own.trained:
             return peers.predict(costs)
-        own_s, doubts = own.predict(costs), self._doubts[worker.role].of
-        if not doubts or not peers.trained:
+        own_s = own.predict(costs)
+        doubt = self._doubts[worker.role].of.get(worker.worker_id, 0.0)
+        if not doubt or not peers.trained:
             return own_s
-        doubt = doubts.get(worker.worker_id, 0.0)
         return own_s - doubt * max(own_s - peers.predict(costs), 0.0)
 
     def tokens_per_step(self, worker: WorkerRecord) -> float:

@@ -37,7 +37,7 @@ def test_a_profile_is_enough_to_predict_what_was_not_measured() -> None:
     assert predictor.prefill_s(P, 700, 300) == pytest.approx(
         prefill_totals(700, 300).seconds, rel=0.03
     )
-    assert predictor.step_s(D, 8, 8 * 100) == pytest.approx(
+    assert predictor.token_s(D, (8, 8 * 100))[0] == pytest.approx(
         decode_totals(1, 8, 100).seconds, rel=0.05
     )
 
@@ -63,7 +63,7 @@ def test_after_200_requests_the_error_of_every_phase_is_below_ten_percent() -> N
         assert predictor.prefill_s(P, uncached, cached) == pytest.approx(expected, rel=0.1)
     for batch, context in ((1, 100), (8, 300), (32, 800)):
         expected = decode_totals(1, batch, context, 2.0).seconds
-        assert predictor.step_s(D, batch, batch * context) == pytest.approx(expected, rel=0.1)
+        assert predictor.token_s(D, (batch, batch * context))[0] == pytest.approx(expected, rel=0.1)
     for phase in Phase:
         error = predictor.mape(phase)
         assert error is not None and error < 0.1, phase
