@@ -15,7 +15,7 @@ from baton.engine.ops.activation import Activation, gelu_tanh_and_mul, silu_and_
 from baton.engine.ops.cpu import build
 from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
 from baton.engine.ops.cpu.kernels import Finish, Kernels, chosen
-from baton.engine.ops.linear import GATES, KernelGated, KernelLinear
+from baton.engine.ops.linear import ACTIVATIONS, GATES, KernelGated, KernelLinear
 from baton.engine.ops.rope import apply_rope_
 from baton.engine.rope_config import RopeConfig
 
@@ -81,6 +81,16 @@ def test_gate_and_up_are_multiplied_without_being_rounded(
     x = noise(dtype, rows, 64)
     exact = activate(x.float() @ weight.float().T + bias.float())
     ours = KernelGated(kernels, weight, bias, GATES[activate])(x)
+    torch.testing.assert_close(ours.float(), exact, **near(dtype, 5e-3, 1e-4))
+
+
+@pytest.mark.parametrize("activate", ACTIVATIONS)
+def test_a_product_is_activated_before_it_is_rounded(
+    kernels: Kernels, dtype: torch.dtype, activate: Activation
+) -> None:
+    weight, bias, x = noise(dtype, 100, 64), noise(dtype, 100), noise(dtype, 5, 64, scale=0.3)
+    exact = activate(x.float() @ weight.float().T + bias.float())
+    ours = KernelLinear(kernels, weight, bias).finished(x, ACTIVATIONS[activate])
     torch.testing.assert_close(ours.float(), exact, **near(dtype, 5e-3, 1e-4))
 
 

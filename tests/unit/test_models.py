@@ -189,6 +189,25 @@ def test_decode_steps_in_a_ragged_mixed_batch_have_the_logits_of_the_reference(
     assert difference(logits[3], reference_logits(reference, prompt)[-1]) <= TOLERANCE
 
 
+def test_chunks_decode_steps_and_batches_change_no_bit_where_kernels_compute(
+    pair: tuple[Any, Rig],
+) -> None:
+    _, rig = pair
+    if not rig.runner.model.reads_in_place:
+        pytest.skip("torch's sums depend on shapes")
+    prompt = random_tokens(30)
+    _, whole = rig.prefill(prompt)
+    alone, among = rig.sequence(prompt), rig.sequence(prompt)
+    others = [rig.prefill(random_tokens(n, seed=n), room=9)[0] for n in (2, 15, 31)]
+    for count in (11, 1, 1, 16, 1):
+        for seq in others:
+            seq.token_ids.append(7)
+        together = rig.step(*((seq, 1) for seq in others), (among, count))
+        parts = rig.step((alone, count))
+    assert torch.equal(parts, whole)
+    assert torch.equal(together[3:], whole)
+
+
 def test_a_model_saved_by_transformers_loads_with_the_same_logits(tmp_path: Path) -> None:
     """Both spellings of the config and sharded weights pass through the loader."""
     reference = reference_model("qwen3", tie_word_embeddings=True)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.checkpoint_names import TensorSource
-from baton.engine.models.weights import fused_gate_up, fused_linear
+from baton.engine.models.weights import activated, fused_gate_up, fused_linear
 from baton.engine.ops.activation import GATED, PLAIN, Activation
 
 
@@ -18,9 +18,8 @@ class MLP:
             activate = GATED[config.activation]
             self._inner = fused_gate_up(source, prefix, size, hidden, bias, activate)
         else:
-            up = fused_linear(source, prefix, (("up_proj", size),), hidden, bias)
-            activate = PLAIN[config.activation]
-            self._inner = lambda x: activate(up(x))
+            name, activate = f"{prefix}.up_proj", PLAIN[config.activation]
+            self._inner = activated(source, name, (size, hidden), bias, activate)
         self._down = fused_linear(source, prefix, (("down_proj", hidden),), size, bias)
 
     def __call__(self, x: Tensor) -> Tensor:

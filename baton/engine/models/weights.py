@@ -7,7 +7,7 @@ from baton.engine.layers.norm import LayerNorm, Norm, RMSNorm
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.checkpoint_names import TensorSource
 from baton.engine.ops.activation import Activation
-from baton.engine.ops.linear import Linear, gated_linear, linear
+from baton.engine.ops.linear import Linear, activated_linear, gated_linear, linear
 
 Parts = tuple[tuple[str, int], ...]
 
@@ -30,6 +30,14 @@ def fused_gate_up(
     """gate_proj and up_proj as one product, and what `activate` makes of them."""
     parts = (("gate_proj", size), ("up_proj", size))
     return gated_linear(*_fused(source, prefix, parts, in_features, bias), activate)
+
+
+def activated(
+    source: TensorSource, name: str, shape: tuple[int, int], bias: bool, activate: Activation
+) -> Activation:
+    """A product and what `activate` makes of it."""
+    weight = source(f"{name}.weight", shape)
+    return activated_linear(weight, source(f"{name}.bias", shape[:1]) if bias else None, activate)
 
 
 def _fused(

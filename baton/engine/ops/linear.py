@@ -5,13 +5,14 @@ where the machine runs them; else bfloat16 takes the blocked layout of oneDNN, w
 about twice as fast as the plain layout at decode sizes. Everything else stays plain.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.ops.activation import Activation, gelu_tanh_and_mul, silu_and_mul
+from baton.engine.ops.activation import Activation, gelu_tanh, gelu_tanh_and_mul, silu_and_mul
 from baton.engine.ops.cpu.kernels import Finish, Kernels, kernels, takes_linear
 
 _PACK_ROWS = 64
@@ -24,7 +25,9 @@ GATES: dict[Activation, Finish] = {
     silu_and_mul: Finish.SILU_AND_MUL,
     gelu_tanh_and_mul: Finish.GELU_AND_MUL,
 }
-"""Activations that a kernel computes while it has the sums at hand."""
+ACTIVATIONS: dict[Activation, Finish] = {F.silu: Finish.SILU, gelu_tanh: Finish.GELU}
+"""What a kernel computes while it has the sums at hand. torch's own go over vectors and then over
+what is left, which rounds otherwise: where a number stands in its batch would be seen."""
 
 
 class Linear(Protocol):
@@ -42,6 +45,14 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if loaded is not None and takes_linear(weight):
         return KernelLinear(loaded, weight, bias)
     return TorchLinear(weight, bias)
+
+
+def activated_linear(weight: Tensor, bias: Tensor | None, activate: Activation) -> Activation:
+    """The product and then `activate`, number by number."""
+    product, finish = linear(weight, bias), ACTIVATIONS.get(activate)
+    if finish is not None and isinstance(product, KernelLinear):
+        return partial(product.finished, how=finish)
+    return lambda x: activate(product(x))
 
 
 def gated_linear(weight: Tensor, bias: Tensor | None, activate: Activation) -> Activation:
@@ -92,7 +103,10 @@ class KernelLinear:
         self._bias = None if bias is None else _padded(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, self._packed.dtype, Finish.STORE)
+        return self.finished(x, Finish.STORE)
+
+    def finished(self, x: Tensor, how: Finish) -> Tensor:
+        return self._product(x, self._packed.dtype, how)
 
     def unrounded(self, x: Tensor) -> Tensor:
         """The product in float32, as it was summed up."""

@@ -31,13 +31,16 @@ _MAX_HEAD_DIM = 256
 
 
 class Finish(IntEnum):
-    """What becomes of a product: stored in its own dtype or float32, added to float32, or gated."""
+    """What becomes of a product: stored in its own dtype or float32, added to float32, gated, or
+    activated."""
 
     STORE = 0
     FLOAT32 = 1
     ADD = 2
     SILU_AND_MUL = 3
     GELU_AND_MUL = 4
+    SILU = 5
+    GELU = 6
 
 
 _SIGNATURES: dict[str, tuple[type, ...]] = {

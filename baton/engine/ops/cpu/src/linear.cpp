@@ -8,7 +8,15 @@ namespace {
 constexpr long kRows = 2 * kTile;    // rows of one product
 constexpr long kChunk = 8 * kRows;   // rows that one thread takes through all its weights at once
 
-enum Finish : int { kStore = 0, kStoreFloat = 1, kAddFloat = 2, kSiluAndMul = 3, kGeluAndMul = 4 };
+enum Finish : int {
+  kStore = 0,
+  kStoreFloat = 1,
+  kAddFloat = 2,
+  kSiluAndMul = 3,
+  kGeluAndMul = 4,
+  kSilu = 5,
+  kGelu = 6
+};
 
 template <class T>
 struct Job {
@@ -25,7 +33,7 @@ inline bool gates(int finish) { return finish == kSiluAndMul || finish == kGeluA
 // x * sigmoid(x), or GELU in its tanh form, which is x * sigmoid(2 root(2 / pi) (x + 0.044715 x^3)).
 inline __m512 activate(__m512 x, int finish) {
   __m512 inner = x;
-  if (finish == kGeluAndMul) {
+  if (finish == kGeluAndMul || finish == kGelu) {
     const __m512 square = _mm512_mul_ps(x, x), cubic = _mm512_set1_ps(0.044715f * 1.5957691216f);
     inner = _mm512_mul_ps(x, _mm512_fmadd_ps(square, cubic, _mm512_set1_ps(1.5957691216f)));
     inner = _mm512_max_ps(_mm512_min_ps(inner, _mm512_set1_ps(1e3f)), _mm512_set1_ps(-1e3f));
@@ -50,7 +58,9 @@ inline void finish_row(const Job<T>& job, const float* sums, long row, long grou
   }
   const __mmask16 l = first(job.outputs - column), r = first(job.outputs - column - kTile);
   const long at = row * job.outputs + column;
-  if (job.finish == kStore) {
+  if (job.finish == kSilu || job.finish == kGelu)
+    left = activate(left, job.finish), right = activate(right, job.finish);
+  if (job.finish != kStoreFloat && job.finish != kAddFloat) {
     store((T*)job.out + at, left, l);
     store((T*)job.out + at + kTile, right, r);
     return;
