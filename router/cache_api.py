@@ -1,9 +1,11 @@
 """`/v1/cache`: the prefix caches of all workers, what is pinned in them, and how to end that.
 
-Asks every live worker at once; one that does not answer is listed with what went wrong.
+Asks every live worker at once; one that does not answer is listed with the name of what went wrong,
+and its own words about it stay in the log.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from router.gateway import Gateway
 from router.openai.errors import ApiError
 from router.responses import json_response
 
+_log = logging.getLogger(__name__)
 ANSWER_S = 5.0
 
 Ask = Callable[[worker_pb2_grpc.WorkerStub], Awaitable[dict[str, Any]]]
@@ -68,7 +71,8 @@ async def _all(gateway: Gateway, ask: Ask) -> list[dict[str, Any]]:
         try:
             return name | await ask(stub)
         except grpc.aio.AioRpcError as error:
-            return name | {"error": error.details() or error.code().name}
+            _log.warning("worker %s: %s", worker.worker_id, error.details())
+            return name | {"error": error.code().name}
 
     return list(await asyncio.gather(*map(one, gateway.directory.snapshot())))
 

@@ -19,6 +19,15 @@ async def test_workers_are_listed_as_the_registry_records_them(tmp_path: Path) -
         assert len(records) == 3
 
 
+async def test_what_a_worker_says_of_its_fault_is_not_shown_with_its_cache(tmp_path: Path) -> None:
+    """`GET /v1/cache` answered with the text of the worker's exception. These workers know no such
+    call."""
+    async with running_gateway(byte_model(tmp_path), scripted("x")) as gateway:
+        caches = (await gateway.client.get("/v1/cache")).json()["data"]
+        assert {cache["worker"] for cache in caches} == {"prefill-0", "decode-0"}
+        assert {cache["error"] for cache in caches} == {"UNIMPLEMENTED"}
+
+
 async def test_chat_with_a_model_without_a_template_is_a_clear_400(tmp_path: Path) -> None:
     model = byte_model(tmp_path, template=None)
     async with running_gateway(model, scripted("x")) as gateway:
