@@ -51,12 +51,13 @@ class Everywhere:
         rows += self._recent(limit, tenant)
         return heapq.nlargest(limit, rows, key=started), told.missing
 
-    async def find(self, name: str) -> tuple[dict[str, Any] | None, list[str]]:
-        """A request by its id or its answer's; and who was asked in vain."""
-        own = self._ledgers.find(name)
+    async def find(self, name: str, tenant: str | None) -> tuple[dict[str, Any] | None, list[str]]:
+        """A request by its id or its answer's, of one tenant or of all; and who was asked in
+        vain."""
+        own = self._ledgers.find(name, tenant)
         if own is not None:
             return own, []
-        told = await self._ask(kind="find", name=name)
+        told = await self._ask(kind="find", name=name, tenant=tenant)
         return next(filter(None, told.answers.values()), None), told.missing
 
     async def _ask(self, **question: Any) -> Told:
@@ -69,8 +70,8 @@ class Everywhere:
                 return await asyncio.to_thread(slots_as_json, self._slots(window_s))
             case {"kind": "recent", "limit": limit, "tenant": tenant}:
                 return self._recent(limit, tenant)
-            case {"kind": "find", "name": name}:
-                return self._ledgers.find(name)
+            case {"kind": "find", "name": name, "tenant": tenant}:
+                return self._ledgers.find(name, tenant)
         raise ValueError("it does not know this question")
 
     def _slots(self, window_s: float) -> list[Slot]:

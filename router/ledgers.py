@@ -41,9 +41,10 @@ class Ledgers:
             self._collector.explain(ledger)
             self._log.write(ledger)
 
-    def find(self, name: str) -> dict[str, Any] | None:
-        """A recent request with its phases and the causes of what it missed."""
-        ledger = self.recent.find(name)
+    def find(self, name: str, tenant: str | None) -> dict[str, Any] | None:
+        """A recent request, of one tenant or of all, with its phases and the causes of what it
+        missed."""
+        ledger = self.recent.find(name, tenant)
         if ledger is None:
             return None
         self._collector.explain(ledger)

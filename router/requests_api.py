@@ -21,15 +21,14 @@ def requests_api(gateway: Gateway) -> APIRouter:
         caller: Asking, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50
     ) -> Response:
         """Newest first, without their phases; of one's own tenant, or for an admin of all."""
-        tenant = None if caller.admin else caller.tenant("")
-        rows, missing = await gateway.everywhere.recent(limit, tenant)
+        rows, missing = await gateway.everywhere.recent(limit, _whose(caller))
         return json_response({"object": "list", "data": rows, "missing": missing})
 
     @api.get("/{name}")
     async def one(caller: Asking, name: str) -> Response:
         """By the request's id (`x-request-id`) or the id of its answer."""
-        found, missing = await gateway.everywhere.find(name)
-        if found is None or not caller.sees(found["tenant"]):
+        found, missing = await gateway.everywhere.find(name, _whose(caller))
+        if found is None:
             unasked = f" Not asked: {'; '.join(missing)}." if missing else ""
             raise ApiError(
                 f"No recent request has the id {name[:200]!r}.{unasked}",
@@ -40,3 +39,8 @@ def requests_api(gateway: Gateway) -> APIRouter:
         return json_response(found)
 
     return api
+
+
+def _whose(caller: Caller) -> str | None:
+    """The tenant whose requests it may read; None: everybody's."""
+    return None if caller.admin else caller.tenant("")

@@ -173,6 +173,20 @@ def test_an_id_used_twice_names_the_newest_even_after_the_older_one_is_gone() ->
     assert found is not None and len(recent) == 2
 
 
+def test_an_id_that_two_tenants_use_names_the_own_one_to_each_and_the_newest_to_all() -> None:
+    recent = Recent(2)
+    for tenant in ("a", "b"):
+        ledger = Ledger("same", "chat", 0.0, 0.0)
+        ledger.aims(tenant, 1.0, 1.0)
+        recent.add(ledger)
+    older, newer = recent.find("same", "a"), recent.find("same", "b")
+    assert older is not None and older.tenant == "a"
+    assert newer is not None and newer is recent.find("same")
+    assert recent.find("same", "c") is None
+    recent.add(Ledger("other", "chat", 0.0, 0.0))
+    assert recent.find("same", "a") is None and recent.find("same") is newer
+
+
 def test_the_log_holds_whole_lines_and_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     line = len(orjson.dumps(served().as_json())) + 1

@@ -16,7 +16,8 @@ class Recent:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._kept: OrderedDict[int, tuple[Ledger, int]] = OrderedDict()
-        self._by_id: dict[str, int] = {}
+        self._by_id: dict[tuple[str | None, str], int] = {}
+        """Of one tenant; under None the newest of all tenants."""
         self._next = 0
 
     def __len__(self) -> int:
@@ -38,9 +39,10 @@ class Recent:
         ):
             self._drop_oldest()
 
-    def find(self, name: str) -> Ledger | None:
-        """By request id or answer id; the newest when a client used an id twice."""
-        number = self._by_id.get(name)
+    def find(self, name: str, tenant: str | None = None) -> Ledger | None:
+        """By request id or answer id, of one tenant or of all: clients choose request ids, so two
+        tenants may use the same. The newest when an id was used twice."""
+        number = self._by_id.get((tenant, name))
         return None if number is None else self._kept[number][0]
 
     def _drop_oldest(self) -> None:
@@ -51,5 +53,6 @@ class Recent:
                 del self._by_id[name]
 
 
-def _names(ledger: Ledger) -> list[str]:
-    return [name for name in (ledger.request_id, ledger.answer_id) if name]
+def _names(ledger: Ledger) -> list[tuple[str | None, str]]:
+    ids = [name for name in (ledger.request_id, ledger.answer_id) if name]
+    return [(tenant, name) for tenant in (ledger.tenant, None) for name in ids]
