@@ -19,8 +19,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
 LAST_WORDS_S = 1.0
-MAX_REQUEST_ID = 128
-_PRINTABLE = re.compile(rb"[!-~]+")
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class ClientGone(Exception):
@@ -28,13 +27,17 @@ class ClientGone(Exception):
 
 
 def request_id_of(scope: Scope) -> str:
-    """The client's own id, cut to a sane length, when it is plain text; else a new one."""
+    """The client's own id when it is plain text of a sane length, else a new one: two ids that are
+    cut may be the same."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            value = value[:MAX_REQUEST_ID]
-            if _PRINTABLE.fullmatch(value):
+            if _REQUEST_ID.fullmatch(value):
                 return str(value, "ascii")
             break
+    return new_request_id()
+
+
+def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 

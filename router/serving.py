@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.cluster.errors import SettingsError
 from baton.cluster.settings import RouterSettings
+from router.exchange import new_request_id
 from router.openai.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class BoundedHead(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """As the other errors look."""
+        """As the other errors look; the id is always a new one, since who knows whose headers these
+        were."""
         error = ApiError("This is not valid HTTP.", 400, code="invalid_http")
         if max(self._parsed, self._received) > MAX_HEAD_BYTES:
             error = ApiError(
@@ -94,10 +96,12 @@ class BoundedHead(HttpToolsProtocol):
                 431,
                 code="headers_too_large",
             )
-        body = error.body("")
+        request_id = new_request_id()
+        body = error.body(request_id)
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%s" % (error.status, _REASONS[error.status], len(body), body)
+            b"x-request-id: %s\r\nconnection: close\r\n\r\n%s"
+            % (error.status, _REASONS[error.status], len(body), request_id.encode(), body)
         )
         self.transport.close()
 

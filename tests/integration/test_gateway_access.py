@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import orjson
 import pytest
 import trustme
 
@@ -164,6 +165,20 @@ async def test_a_tenant_reads_of_its_own_requests_only(gateway: RunningGateway, 
         assert (await get("root", path)).status_code == 200
 
 
+async def test_a_tenant_that_takes_anothers_request_id_does_not_hide_that_request(
+    gateway: RunningGateway, keys: Keys
+) -> None:
+    """The owner got 404: the newest request of an id was the only one that could be found."""
+    for name in ("alice", "bob"):
+        headers = {**keys.headers[name], "x-request-id": "same"}
+        assert (await gateway.post(CHAT, ASK, headers=headers)).status_code == 200
+    for name, tenant in (("alice", "alice"), ("bob", "bob"), ("root", "bob")):
+        found = await gateway.client.get("/v1/requests/same", headers=keys.headers[name])
+        assert found.json()["tenant"] == tenant
+    stranger = await gateway.client.get("/v1/requests/same", headers=keys.headers["hasty"])
+    assert stranger.status_code == 404
+
+
 async def test_headers_without_end_get_431(gateway: RunningGateway, keys: Keys) -> None:
     async def answer(head: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -172,6 +187,13 @@ async def test_headers_without_end_get_431(gateway: RunningGateway, keys: Keys) 
             said = await reader.read()
         writer.close()
         return said
+
+    def assert_refused(said: bytes, code: str) -> None:
+        """Neither answer had the request id that every error carries."""
+        head, _, body = said.partition(b"\r\n\r\n")
+        error = orjson.loads(body)["error"]
+        assert error["code"] == code
+        assert error["request_id"] and f"x-request-id: {error['request_id']}".encode() in head
 
     start = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     huge = b"a" * (MAX_HEAD_BYTES + 1)
@@ -183,8 +205,10 @@ async def test_headers_without_end_get_431(gateway: RunningGateway, keys: Keys) 
     ):
         said = await answer(head)
         assert said.startswith(b"HTTP/1.1 431 "), said[:200]
-        assert b'"code":"headers_too_large"' in said
-    assert b"400 Bad Request" in await answer(b"nonsense\r\n\r\n")
+        assert_refused(said, "headers_too_large")
+    said = await answer(b"nonsense\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert_refused(said, "invalid_http")
     fits = start + b"x-fits: " + b"a" * (MAX_HEAD_BYTES - 1000) + b"\r\nconnection: close\r\n\r\n"
     assert (await answer(fits)).startswith(b"HTTP/1.1 200 ")
 
