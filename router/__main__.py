@@ -43,6 +43,19 @@ class _Server(uvicorn.Server):
     uvicorn's own handlers would raise the signal again at the end.
     """
 
+    _say: Callable[[], None] | None = None
+
+    def when_listening(self, say: Callable[[], None]) -> None:
+        """Now, or as soon as it listens."""
+        if self.started:
+            say()
+        self._say = say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._say is not None:
+            self._say()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -58,12 +71,15 @@ class _Server(uvicorn.Server):
 async def _serve(settings: RouterSettings, listener: socket.socket) -> int:
     failures: list[Exception] = []
 
+    def say_ready() -> None:
+        host, port = listener.getsockname()[:2]
+        scheme = "https" if settings.ssl_certfile else "http"
+        _log.info("ready role=router id=router address=%s://%s:%d", scheme, host, port)
+
     def on_loaded(failure: Exception | None) -> None:
         if failure is None:
             _settle()
-            host, port = listener.getsockname()[:2]
-            scheme = "https" if settings.ssl_certfile else "http"
-            _log.info("ready role=router id=router address=%s://%s:%d", scheme, host, port)
+            server.when_listening(say_ready)
         else:
             failures.append(failure)
             server.should_exit = True

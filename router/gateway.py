@@ -85,13 +85,16 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, on_loaded: OnLoaded) -> None:
-        """`on_loaded` is called once, with what went wrong if the model cannot be loaded."""
+        """`on_loaded` is called once, with what went wrong if the model cannot be loaded; on a
+        shared port before this returns, since that is when the kernel deals out connections."""
         await self.directory.start()
         await self.shared.start()
         self._tasks = [
             asyncio.create_task(self._load(on_loaded), name="load-model"),
             background(self._follow_workers(), name="follow-workers"),
         ]
+        if self.settings.reuse_port:
+            await self._tasks[0]
 
     async def stop(self) -> None:
         for task in self._tasks:

@@ -316,6 +316,20 @@ async def test_without_prefill_workers_it_is_degraded_while_decode_prefills(
         await assert_ordinary(gateway)
 
 
+async def test_on_a_shared_port_it_takes_no_connection_before_it_can_serve_one(
+    model: TextModel,
+) -> None:
+    """The socket listened while the model was being handed over: some got 503 `loading`."""
+
+    def load() -> TextModel:
+        time.sleep(0.05)
+        return model
+
+    async with running_gateway(load, scripted(TEXT), reuse_port=True) as gateway:
+        assert gateway.gateway.ready_model()[0] is model
+        await assert_ordinary(gateway)
+
+
 @pytest.mark.parametrize("crowd", [200, pytest.param(500, marks=pytest.mark.slow)])
 async def test_overload_is_refused_fast_and_the_rest_is_served(
     model: TextModel, crowd: int

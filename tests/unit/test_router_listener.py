@@ -3,7 +3,9 @@
 import asyncio
 import socket
 
-from router.__main__ import _listen
+import uvicorn
+
+from router.__main__ import _listen, _Server
 
 
 async def test_a_clients_connection_sends_small_writes_at_once() -> None:
@@ -23,3 +25,27 @@ async def test_a_clients_connection_sends_small_writes_at_once() -> None:
         assert await no_delay
         writer.close()
         await writer.wait_closed()
+
+
+async def test_what_is_said_of_the_socket_is_said_when_it_listens() -> None:
+    async def no_application(scope: object, receive: object, send: object) -> None:
+        raise AssertionError("nobody asks")
+
+    config = uvicorn.Config(no_application, lifespan="off")
+    config.load()
+    server = _Server(config)
+    server.lifespan = config.lifespan_class(config)
+    listening: list[bool] = []
+    with _listen("127.0.0.1", 0, shared=True) as listener:
+
+        def say() -> None:
+            with socket.create_connection(listener.getsockname(), timeout=10):
+                listening.append(True)
+
+        server.when_listening(say)
+        assert not listening
+        await server.startup(sockets=[listener])
+        assert listening == [True]
+        server.when_listening(say)
+        assert listening == [True, True]
+        await server.shutdown(sockets=[listener])
