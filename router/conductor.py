@@ -215,25 +215,26 @@ class Conductor:
     ) -> None:
         """Until the hand-off is committed, or every choice ended on its first token."""
         generation, answered = output.generation, False
-        async with prefill.answers_within(self.settings.prefill_timeout_s):
-            while True:
+        while True:
+            # Not around the delivery: how long the client takes says nothing of the worker.
+            async with prefill.answers_within(self.settings.prefill_timeout_s):
                 if await self._decode_began(prefill, decode) and answered:
                     prefill.leave()
                     break
                 event = await prefill.read()
-                kind = event.WhichOneof("event") if event is not None else "done"
-                if kind == "started":
-                    if not leg.output_token_ids:
-                        served.num_cached_tokens = event.started.num_cached_tokens
-                    slot.accepted()
-                elif kind == "first_tokens":
-                    answered = True
-                    tokens = event.first_tokens.tokens
-                    await self._deliver(leg, tokens, prefill, output, served, again=True)
-                    if self._ended_here(leg, generation, tokens):
-                        return
-                elif kind == "done":
-                    break
+            kind = event.WhichOneof("event") if event is not None else "done"
+            if kind == "started":
+                if not leg.output_token_ids:
+                    served.num_cached_tokens = event.started.num_cached_tokens
+                slot.accepted()
+            elif kind == "first_tokens":
+                answered = True
+                tokens = event.first_tokens.tokens
+                await self._deliver(leg, tokens, prefill, output, served, again=True)
+                if self._ended_here(leg, generation, tokens):
+                    return
+            elif kind == "done":
+                break
         if not answered or (decode is None and generation.unfinished(leg.choices)):
             raise prefill.fault("the stream ended without its tokens")
 

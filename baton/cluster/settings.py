@@ -158,7 +158,7 @@ class RouterSettings(CommonSettings):
         None, "life of a request that names none (default: the longest)", _SECONDS
     )
     reserve_timeout_s: Seconds = option(5.0, "longest wait for decode's promise", _SECONDS)
-    prefill_timeout_s: Seconds = option(120.0, "longest wait for the first token", _SECONDS)
+    prefill_timeout_s: Seconds = option(120.0, "longest silence of a prefill worker", _SECONDS)
     served_model_name: Name | None = option(None, "public name of the model", _NAME)
     ledger_recent: Count = option(512, "ended requests kept for GET /v1/requests", _COUNT)
     otlp_endpoint: str | None = option(

@@ -5,14 +5,18 @@ A streamed answer and a whole one have the same text, reasons and counts.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from router.text import TextModel
+from baton.v1 import common_pb2
+from router.generation import Delta, Generation
+from router.job import Job
+from router.openai.outputs import Gathered
+from router.text import StopPatterns, TextModel
 from tests.support.byte_model import byte_model, eos_id
 from tests.support.gateway import (
     CHAT,
@@ -224,6 +228,39 @@ async def test_the_first_token_does_not_wait_for_the_hand_off(gateway: RunningGa
         async with asyncio.timeout(5):
             seen = [line async for line in _take(lines, 3)]
     assert '"content":"O"' in seen[2]
+
+
+class SlowToRead(Gathered):
+    """A client whose first chunk is long on its way."""
+
+    def __init__(self, generation: Generation, pause_s: float) -> None:
+        super().__init__(generation)
+        self._pause_s = pause_s
+
+    def render(self, deltas: Sequence[Delta]) -> bytes:
+        super().render(deltas)
+        return b"chunk"
+
+    async def send(self, rendered: bytes) -> None:
+        pause_s, self._pause_s = self._pause_s, 0.0
+        await asyncio.sleep(pause_s)
+
+
+async def test_a_client_that_is_slow_to_read_does_not_make_its_prefill_worker_suspect(
+    model: TextModel,
+) -> None:
+    """The time that the client took counted as the worker's silence."""
+    silence_s = 1.0
+    async with running_gateway(model, scripted(TEXT), prefill_timeout_s=silence_s) as gateway:
+        _, conductor = gateway.gateway.ready_model()
+        deadline = asyncio.get_running_loop().time() + 30
+        sampling = common_pb2.SamplingParams(max_tokens=8, n=1)
+        job = Job("slow", [1, 2, 3], sampling, "", deadline, deadline)
+        generation = Generation(1, model.tokenizer, StopPatterns(()), 0)
+        await conductor.run(job, SlowToRead(generation, 1.2 * silence_s))
+        assert generation.num_tokens == 8
+        assert gateway.cluster.directory.suspects == []
+        assert gateway.cluster.prefills[0].counters.calls == 1
 
 
 async def _take(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
