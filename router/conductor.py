@@ -138,7 +138,7 @@ class Conductor:
                 if plan.prefill is not None:
                     await self._prefill(leg, hold, decode, reservation, output, served, slot)
                 else:
-                    slot.accepted()
+                    self._accepted(leg, slot)
                 # 3) Decode goes on from there.
                 open_choices = output.generation.unfinished(leg.choices)
                 if decode is not None and reservation is not None and open_choices:
@@ -146,6 +146,11 @@ class Conductor:
             finally:
                 if decode is not None:
                     decode.cancel()
+
+    @staticmethod
+    def _accepted(leg: Leg, slot: Slot) -> None:
+        leg.job.trail.accepted = True
+        slot.accepted()
 
     async def _reserve(self, leg: Leg, decode: WorkerCall) -> common_pb2.Reservation:
         with timed(leg.job.trail, "reserve"):
@@ -226,7 +231,7 @@ class Conductor:
             if kind == "started":
                 if not leg.output_token_ids:
                     served.num_cached_tokens = event.started.num_cached_tokens
-                slot.accepted()
+                self._accepted(leg, slot)
             elif kind == "first_tokens":
                 answered = True
                 tokens = event.first_tokens.tokens

@@ -25,7 +25,7 @@ class Bucket:
         return max(0.0, missing) * MINUTE_S / self.per_minute
 
     def pay(self, cost: float, now: float) -> None:
-        """Whatever the level is."""
+        """Whatever the level is; a cost below 0 is given back."""
         self._fill(now)
         self._level -= cost
 

@@ -35,7 +35,7 @@ class Allowance:
         await _take(self._tokens, count, now, "tokens")
 
     def spent(self, count: int, now: float) -> None:
-        """Pays for tokens that have been generated."""
+        """Pays for tokens that have been generated; takes some back when the count is below 0."""
         if self._tokens is not None:
             self._tokens.pay(count, now)
 
@@ -70,6 +70,10 @@ class Caller:
     def count_output(self, num_tokens: int, now: float) -> None:
         if self.allowance is not None:
             self.allowance.spent(num_tokens, now)
+
+    def return_prompt(self, num_tokens: int, now: float) -> None:
+        """Of a prompt that was counted but that no worker began with."""
+        self.count_output(-num_tokens, now)
 
     @property
     def admin(self) -> bool:

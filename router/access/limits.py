@@ -16,8 +16,8 @@ from router.access.bucket import Bucket
 TAKE_TIMEOUT_S = 0.03
 PAY_TIMEOUT_S = 0.5
 
-# KEYS: the bucket. ARGV: per minute, cost, whether it is paid whatever is left. What `Bucket` does;
-# milliseconds to wait, 0 when the cost has been taken.
+# KEYS: the bucket. ARGV: per minute, cost (below 0: given back), whether it is paid whatever is
+# left. What `Bucket` does; milliseconds to wait, 0 when the cost has been taken.
 _TAKE = """
 local size, cost = tonumber(ARGV[1]), tonumber(ARGV[2])
 local rate, clock = size / 60000, redis.call('TIME')
@@ -26,7 +26,11 @@ local full_at = math.max(now, tonumber(redis.call('GET', KEYS[1]) or 0))
 local missing = math.min(cost, size) - (size - (full_at - now) * rate)
 if missing > 0 and ARGV[3] == '0' then return math.ceil(missing / rate) end
 full_at = full_at + cost / rate
-redis.call('SET', KEYS[1], string.format('%.17g', full_at), 'PX', math.ceil(full_at - now))
+if full_at <= now then
+  redis.call('DEL', KEYS[1])
+else
+  redis.call('SET', KEYS[1], string.format('%.17g', full_at), 'PX', math.ceil(full_at - now))
+end
 return 0
 """
 
@@ -90,7 +94,7 @@ class Limit:
         return self._own.wait_s(cost, now)
 
     def pay(self, cost: float, now: float) -> None:
-        """Whatever is left."""
+        """Whatever is left; a cost below 0 is given back."""
         self._own.pay(cost, now)
-        if self._shared is not None and cost > 0:
+        if self._shared is not None and cost != 0:
             self._shared.pay(self._name, self.per_minute, cost)

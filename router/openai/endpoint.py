@@ -189,7 +189,7 @@ class Endpoint:
     ) -> tuple[Sequence[Output], list[Served]]:
         prepared = call.prepared
         outputs = [Gathered(_generation(call, i)) for i in range(len(call.jobs))]
-        with _paid(caller, outputs):
+        with _paid(caller, call.jobs, outputs):
             served = await _run_all(call, outputs)
         choices = [
             choice
@@ -216,7 +216,7 @@ class Endpoint:
             )
             for i, (echo, prompt) in enumerate(zip(prepared.echoes, prepared.prompts, strict=True))
         ]
-        with _paid(caller, outputs):
+        with _paid(caller, call.jobs, outputs):
             served = await _run_all(call, outputs)
         with timed(call.ledger.own, "flush"):
             usage = {"usage": _usage(call, outputs, served)} if prepared.include_usage else {}
@@ -301,12 +301,16 @@ def _usage(call: Call, outputs: Sequence[Output], served: Sequence[Served]) -> d
 
 
 @contextmanager
-def _paid(caller: Caller, outputs: Sequence[Output]) -> Iterator[None]:
-    """Whatever ends the request, what it has generated is paid for."""
+def _paid(caller: Caller, jobs: Sequence[Job], outputs: Sequence[Output]) -> Iterator[None]:
+    """Whatever ends the request, what it has generated is paid for, and a prompt that no worker
+    began with is not."""
     try:
         yield
     finally:
-        caller.count_output(sum(o.generation.num_tokens for o in outputs), time.monotonic())
+        now = time.monotonic()
+        caller.count_output(sum(o.generation.num_tokens for o in outputs), now)
+        refused = (len(job.prompt_token_ids) for job in jobs if not job.trail.accepted)
+        caller.return_prompt(sum(refused), now)
 
 
 async def _run_all(call: Call, outputs: Sequence[Output]) -> list[Served]:

@@ -112,6 +112,37 @@ async def test_tokens_of_prompts_and_answers_are_paid_for(
     assert 80 <= int(second.headers["retry-after"]) <= 90
 
 
+async def test_a_prompt_that_no_worker_began_with_is_given_back(
+    model: TextModel, keys: Keys
+) -> None:
+    """Whoever was refused for a full queue or late targets had paid for what nobody computed."""
+    async with running_gateway(
+        model, scripted("abc"), api_keys_file=keys.path, max_running=1, max_queue=1
+    ) as gateway:
+        (decode,) = gateway.cluster.decodes
+        decode.behaviour.hang, decode.behaviour.fail_at = True, 2
+
+        async def ask(name: str, **body: object) -> httpx.Response:
+            whole = {"prompt": "x" * 20, "max_tokens": 4, **body}
+            return await gateway.post(COMPLETIONS, whole, headers=keys.headers[name])
+
+        others = [asyncio.create_task(ask("alice"))]
+        await until(lambda: decode.counters.running == 1)
+        others.append(asyncio.create_task(ask("alice")))
+        await until(lambda: gateway.gateway.admission.waiting == 1)
+        for _ in range(2):
+            assert error_of(await ask("wordy"))["code"] == "queue_full"
+        for other in others:
+            other.cancel()
+        await until(lambda: not gateway.gateway.admission.running)
+        decode.behaviour.hang, decode.behaviour.capacity = False, 0
+        impatient = await ask("wordy", slo={"ttft_ms": 0.001, "policy": "reject"})
+        assert impatient.json()["error"]["code"] == "targets_unattainable"
+        decode.behaviour.capacity = 64
+        assert (await ask("wordy")).status_code == 200
+        assert error_of(await ask("wordy"))["code"] == "rate_limit_exceeded"
+
+
 async def test_a_cancelled_answer_is_paid_for_as_far_as_it_went(
     gateway: RunningGateway, keys: Keys
 ) -> None:

@@ -63,6 +63,24 @@ async def test_what_is_generated_at_one_router_is_paid_for_at_every_one(start: S
     await until(owes_both)
 
 
+async def test_what_is_given_back_at_one_router_is_there_at_every_one(start: Start) -> None:
+    ours, theirs = start(tokens_per_minute=60), start(tokens_per_minute=60)
+
+    async def takes_all() -> bool:
+        try:
+            await theirs.count_prompt(60, time.monotonic())
+        except ApiError:
+            return False
+        return True
+
+    await ours.count_prompt(60, time.monotonic())
+    for given_back in (60, 6000):  # it never holds more than a minute's worth
+        assert not await takes_all()
+        ours.return_prompt(given_back, time.monotonic())
+        await until(takes_all)
+    assert not await takes_all()
+
+
 async def test_without_redis_a_router_goes_on_with_what_it_has_counted_itself(
     start: Start, redis_server: tuple[EmbeddedRedis, str]
 ) -> None:

@@ -148,7 +148,7 @@ _reading = threading.Lock()
 class Trail:
     """One prompt of a request: the router's spans, its deliveries, its calls to workers."""
 
-    __slots__ = ("calls", "deliveries", "num_known_tokens", "num_tokens", "spans")
+    __slots__ = ("accepted", "calls", "deliveries", "num_known_tokens", "num_tokens", "spans")
 
     def __init__(self) -> None:
         self.spans: list[Noted] = []
@@ -157,6 +157,8 @@ class Trail:
         self.num_known_tokens = 0
         """Prompt tokens that the best-matching worker held when the prompt was placed."""
         self.calls: list[CallTrail] = []
+        self.accepted = False
+        """Whether a worker has begun with it."""
 
     def span(self, name: str, start: float, end: float, **detail: Any) -> None:
         self.spans.append(Noted(name, start, end, detail))
