@@ -168,14 +168,14 @@ class Pair:
 
     def failed(self, link: PayloadLink, reason: str) -> None:
         transport = link.name.partition(":")[0]
-        if transport == "torch":
-            self.torch.close()
+        if isinstance(link, torch_dist.TorchLink):
+            self.torch.failed(link)
         if transport != "grpc":
             self._rest(transport, reason)
 
     def abandoned(self, link: PayloadLink) -> None:
-        if link.name.startswith("torch"):
-            self.torch.retire()
+        if isinstance(link, torch_dist.TorchLink):
+            self.torch.abandoned(link)
 
     def link(self) -> WorkerLink:
         now = time.monotonic()

@@ -40,27 +40,31 @@ class TorchPair:
     async def link(self, reservation: common_pb2.Reservation) -> TorchLink:
         """`reservation`: proof that decode knows us. Raises TransportFailed."""
         if self.group is None or self.group.ended.is_set():
-            if self._joining is None:
+            if self._joining is None or self._joining.done():
                 self.close()
                 self._joining = asyncio.create_task(self._join(reservation))
-            # Not cancelled with the hand-off that asked first: others will want the group.
-            await asyncio.shield(self._joining)
+            await _joined(self._joining)
         if self.group is None:
             raise TransportFailed("the group has ended")
         return TorchLink(self.group, self._timeout_s)
 
-    def retire(self) -> None:
+    def failed(self, link: TorchLink) -> None:
+        """Its group ends. One that has taken its place, or is about to, has no part in it."""
+        if link.uses(self.group):
+            self.close()
+
+    def abandoned(self, link: TorchLink) -> None:
         """A message may be left unmatched: nobody else uses the group, and it ends when that
         message has timed out."""
-        group, self.group, self._life = self.group, None, None
-        if group is not None:
-            asyncio.get_running_loop().call_later(2 * self._timeout_s, group.close)
+        if self.group is not None and link.uses(self.group):
+            asyncio.get_running_loop().call_later(2 * self._timeout_s, self.group.close)
+            self.group = self._life = None
 
     def close(self) -> None:
         for task in (self._life, self._joining):
             if task is not None:
                 task.cancel()
-        self.group = self._life = None
+        self.group = self._life = self._joining = None
 
     async def _join(self, reservation: common_pb2.Reservation) -> None:
         opened: asyncio.Future[PairGroup] = asyncio.get_running_loop().create_future()
@@ -76,7 +80,6 @@ class TorchPair:
         finally:
             if self._life is not life:
                 life.cancel()
-            self._joining = None
 
     async def _live(
         self, reservation: common_pb2.Reservation, opened: "asyncio.Future[PairGroup]"
@@ -133,6 +136,18 @@ class TorchPair:
             mine,
             self._timeout_s,
         )
+
+
+async def _joined(joining: "asyncio.Task[None]") -> None:
+    """It is not cancelled with the hand-off that asked first, since others will want the group;
+    nor are they cancelled with it when the pair is closed."""
+    try:
+        await asyncio.shield(joining)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not joining.cancelled() or (task is not None and task.cancelling()):
+            raise
+        raise TransportFailed("the group was closed while it was made") from None
 
 
 async def _heard(call: grpc.aio.StreamStreamCall) -> AsyncIterator[kv_pb2.RendezvousKey]:

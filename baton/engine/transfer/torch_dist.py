@@ -52,6 +52,9 @@ class TorchLink:
         self._group = group
         self._timeout_s = timeout_s
 
+    def uses(self, group: PairGroup | None) -> bool:
+        return group is self._group
+
     async def load(self, reader: BlockReader, plan: FramePlan, sequence: int) -> Shipment:
         group = self._group
         parts = group.parts(plan, reader.num_bytes)
