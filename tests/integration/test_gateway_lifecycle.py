@@ -86,14 +86,15 @@ async def test_work_stops_when_the_client_leaves(
         if stage == "prefill":
             await until(lambda: prefill.counters.running == 1)
         else:
-            await until(lambda: prefill.counters.completed and decode.counters.tokens_sent >= 3)
+            await until(lambda: decode.counters.tokens_sent >= 3 and not prefill.counters.running)
         if half:
             writer.write_eof()
         else:
             writer.close()
         await until(lambda: idle(gateway))
     assert decode.counters.cancelled == 1
-    assert prefill.counters.cancelled == (stage == "prefill")
+    if stage == "prefill":  # later it is left once it has said all, which counts as either
+        assert prefill.counters.cancelled == 1
     assert decode.counters.tokens_sent < 100
     prefill.behaviour.start_s = 0
     await assert_ordinary(gateway)
