@@ -94,11 +94,9 @@ async def test_a_stream_that_lost_its_worker_waits_for_room_although_the_queue_i
         for worker in gateway.cluster.decodes:
             worker.behaviour.step_s = 0.03
         streaming = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
-        await until(
-            lambda: (
-                gateway.cluster.running > 0 and gateway.cluster.prefills[0].counters.completed > 0
-            )
-        )
+        prefill = gateway.cluster.prefills[0]
+        decoded = [worker.counters for worker in gateway.cluster.decodes]
+        await until(lambda: any(c.tokens_sent for c in decoded) and not prefill.counters.running)
         busy, other = sorted(gateway.cluster.decodes, key=lambda w: -w.counters.running)
         busy.behaviour.capacity = other.behaviour.capacity = 0
         asking = asyncio.create_task(gateway.post(COMPLETIONS, LONG))
