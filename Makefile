@@ -5,7 +5,7 @@ ARGS ?=
 SOAK ?= 900
 # Processes that share out the test files; 0: only this one, as a debugger wants it. Each computes on
 # one thread: OpenMP's threads wait for each other in turns, which costs four times as much on shared cores.
-JOBS ?= 2
+JOBS ?= 3
 # A folder of wheels that images are built with, besides the package index.
 WHEELS ?= $(PIP_FIND_LINKS)
 VENV := .venv
