@@ -139,3 +139,22 @@ def test_a_windowed_model_in_a_small_pool_writes_what_the_reference_writes(tmp_p
         assert choice.token_ids == expected[0, len(prompt) :].tolist()
     assert llm.engine.scheduler.num_preemptions == 0, "together they would need 90 blocks"
     assert llm.engine.blocks.num_free == 32
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_layers_that_see_everything_keep_what_lies_before_the_window_of_others(
+    tmp_path: Any, kv_dtype: str
+) -> None:
+    """vllm-project/vllm#49795: the window was applied to layers declared full. Prompts that differ
+    in their first token, eight windows back, in bf16 and over an int8 cache, cold and cached."""
+    reference = reference_model("gemma2", spread=0.4)
+    reference.save_pretrained(tmp_path)
+    shape: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "chunk_size": 8, "max_num_seqs": 4}
+    llm = LLM(tmp_path, "bfloat16", **shape, kv_dtype=kv_dtype)
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    same = tokens(39)
+    found = [llm.generate([[first, *same]], sampling)[0][0] for first in (5, 90, 5)]
+    scores = [[token.logprob for token in choice.tokens] for choice in found]
+    assert max(abs(a - b) for a, b in zip(scores[0], scores[1], strict=True)) > 0.01
+    assert scores[2] == pytest.approx(scores[0], abs=0.05), "the second time much of it is cached"
+    assert llm.engine.blocks.window is None, "no block is given back while a layer sees it"
