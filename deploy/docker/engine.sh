@@ -7,7 +7,7 @@
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 STATE=${XDG_RUNTIME_DIR:-/run}/baton-docker
-PYTHON_IMAGE=python:3.11-slim REDIS_IMAGE=redis:7
+PYTHON_IMAGE=python:3.11.13-slim-bookworm REDIS_IMAGE=redis:7.4.2-bookworm
 
 say() { echo "engine.sh: $*" >&2; }
 
