@@ -177,7 +177,7 @@ async def _announce_ready(settings: UpSettings, site: Site, say: Say) -> None:
     if site.tls_dir is not None:
         say("baton", f"mutual TLS; certificates are in {site.tls_dir}")
     say("baton", f"starting {settings.prefill} prefill and {settings.decode} decode workers")
-    if absent := _absent_roles(settings):
+    if absent := absent_roles(settings):
         say("baton", f"waiting for a {absent[0]} worker from elsewhere: none is started here")
     if await _is_ready(url, settings.ready_timeout_s):
         say("baton", f"Baton is ready at {url}")
@@ -189,10 +189,11 @@ async def _announce_ready(settings: UpSettings, site: Site, say: Say) -> None:
         say("baton", f"not ready after {settings.ready_timeout_s:.0f} s; see the lines above")
 
 
-def _absent_roles(settings: UpSettings) -> list[str]:
+def absent_roles(settings: UpSettings) -> list[str]:
     """Roles without which nothing is served, and which no worker of ours has."""
-    alone = settings.decode_prefills != "never"
-    needed = {"decode": settings.decode, "prefill": 1 if alone else settings.prefill}
+    needed = {"decode": settings.decode}
+    if settings.decode_prefills == "never":
+        needed["prefill"] = settings.prefill
     return [role for role, count in needed.items() if not count]
 
 

@@ -187,6 +187,14 @@ async def test_a_sweep_finds_where_targets_break(tmp_path: Path) -> None:
     assert all(not row["good"] and row["attainment"] == 0 for row in result["sweep"])
 
 
+async def test_a_rate_has_the_timeout_that_was_asked_for(tmp_path: Path) -> None:
+    """It had the default: a request that nobody answers was waited for 600 s."""
+    async with running_metronome(ttft_s=60.0, step_s=0.0) as server:
+        what = command(server.url, rate=50.0, requests=1, timeout_s=0.3)
+        with pytest.raises(BatonError, match="No request to"):
+            await run_command(what, tmp_path / "out.json")
+
+
 async def test_a_server_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(BatonError, match="--model"):
         await asyncio.to_thread(bench, command("http://127.0.0.1:9"), False, None, False)

@@ -6,6 +6,7 @@ import pytest
 
 from baton.cli.child_process import ChildSpec
 from baton.cli.cores import share_cores
+from baton.cli.up import absent_roles
 from baton.cli.up_plan import Site, plan
 from baton.cli.up_settings import UpSettings
 from baton.cluster.errors import SettingsError
@@ -167,3 +168,16 @@ def test_where_others_place_a_worker_its_host_and_cores_are_left_to_them() -> No
     (_, prefill, _) = plan(settings, site)
     assert not [flag for flag in flags_of(prefill) if flag.startswith(("--host", "--cores"))]
     assert PrefillSettings.load(flags_of(prefill)).threads == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "absent"),
+    [
+        ([], []),
+        (["--decode=0"], ["decode"]),
+        (["--prefill=0"], []),
+        (["--prefill=0", "--decode-prefills=never"], ["prefill"]),
+    ],
+)
+def test_who_must_come_from_elsewhere_is_known(flags: list[str], absent: list[str]) -> None:
+    assert absent_roles(UpSettings.load(flags)) == absent

@@ -5,6 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cluster.errors import SettingsError
+from baton.worker import boot
 from baton.worker.memory import available_bytes
 
 MIB = 1 << 20
@@ -40,3 +42,12 @@ def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path, v2: bool) ->
     folder = group(tmp_path, v2, limit, MIB, 0)
     assert 0 < available_bytes(folder) <= psutil.virtual_memory().total
     assert 0 < available_bytes(tmp_path / "nothing") <= psutil.virtual_memory().total
+
+
+def test_a_pool_that_the_container_cannot_hold_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(boot, "available_bytes", lambda: 10 * MIB)
+    boot._check_memory(10 * MIB, "the KV pool of 5 blocks")
+    with pytest.raises(SettingsError, match="the KV pool of 6 blocks: 12 MiB are needed, 10 MiB"):
+        boot._check_memory(12 * MIB, "the KV pool of 6 blocks")

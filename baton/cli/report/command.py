@@ -36,16 +36,16 @@ def report(
         if not urls:
             raise BatonError("--perfetto needs a router: files do not hold single requests.")
         requests = sources.requests_of(urls, limit)
-        _write(outputs.perfetto, json.dumps(perfetto.trace(requests)))
+        outputs.perfetto.write_text(json.dumps(perfetto.trace(requests)), encoding="utf-8")
     if outputs.any and not (outputs.html or outputs.json or outputs.csv):
         return
     found = sources.load(names, question)
     if found["kind"] != "baton-report":
         raise BatonError("A result of `baton bench` is shown beside another with --compare.")
     if outputs.html is not None:
-        _write(outputs.html, html.page(found))
+        outputs.html.write_text(html.page(found), encoding="utf-8")
     if outputs.json is not None:
-        _write(outputs.json, json.dumps(found, indent=2) + "\n")
+        outputs.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if outputs.csv is not None:
         with outputs.csv.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([csv_rows.HEADER, *csv_rows.rows(found)])
@@ -62,13 +62,7 @@ def compare_two(names: Sequence[str], question: sources.Question, json_path: Pat
     one, two = (sources.load([name], question) for name in names)
     if json_path is not None:
         rows: list[dict[str, Any]] = list(compare.rows(one, two))
-        _write(json_path, json.dumps({"a": names[0], "b": names[1], "rows": rows}, indent=2))
+        shown = json.dumps({"a": names[0], "b": names[1], "rows": rows}, indent=2)
+        json_path.write_text(shown, encoding="utf-8")
         return
     Console().print(compare.table(one, two, (f"A: {names[0]}", f"B: {names[1]}")))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BatonError(f"{path} cannot be written: {error.strerror}.") from error

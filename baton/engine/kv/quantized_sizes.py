@@ -26,10 +26,8 @@ class QuantizedSizes:
     def parts(self) -> tuple[int, ...]:
         """Bytes of key scales, value scales, key zero points, value zero points, keys, values."""
         heads, channels = self.num_kv_heads, self.num_kv_heads * self.head_dim
-        tokens, payload = (
-            self.block_size * heads,
-            self.block_size * channels * KINDS[self.kind] // 8,
-        )
+        tokens = self.block_size * heads
+        payload = tokens * self.head_dim * KINDS[self.kind] // 8
         if self.kind == "fp8":  # a channel's zero point is its mean
             return 2 * heads, 2 * tokens, 2 * channels, 0, payload, payload
         zero = 1 if self.kind == "int4" else 0

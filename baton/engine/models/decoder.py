@@ -93,12 +93,11 @@ class Attention:
         anchored: Tensor | None,
     ) -> Tensor:
         """Attention; a quantized cache is written by it."""
+        how = (self.window, self.scale, self.softcap, anchored)
         if batch.quantized is None:
-            how = (self.window, self.scale, self.softcap, anchored)
             return paged_attention(q, kv, cache, batch, *how)
         if isinstance(batch, PagedBatch):
             return quantized_in_place(q, kv, cache[1], batch, self.window, self.scale, anchored)
-        how = (self.window, self.scale, self.softcap, anchored)
         return quantized_attention(q, kv, cache[1], batch.quantized, *how)
 
     def _anchored(self, q: Tensor, anchors: Anchors) -> Tensor:
