@@ -1,11 +1,12 @@
-"""Who goes next: by rank, then fair between tenants, then the earliest feasible deadline. Pure.
+"""Who goes next: by priority, then fair between tenants, then the earliest feasible deadline. Pure.
 
-Within a rank the tenant that has been given the fewest tokens goes first; one that was idle
+Within a priority the tenant that has been given the fewest tokens goes first; one that was idle
 starts level with the others, so that it cannot save up (virtual token counter: Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI 2024). Within a tenant the earliest deadline
-that can still be met goes first (Liu and Layland, 1973). A request without a deadline, or whose
-deadline has passed, ranks as if it were due `PATIENCE_S` after it came, and each `PATIENCE_S`
-of waiting raises its rank by one: nobody starves.
+that can still be met goes first (Liu and Layland, 1973); a request without one ranks as if it
+were due `PATIENCE_S` after it came. What is late goes behind what is not. One turn in
+`OLDEST_EVERY` is of who has waited longest, once that is `PATIENCE_S`: nobody starves, and a
+backlog does not make all others late too.
 """
 
 import math
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 PATIENCE_S = 10.0
+OLDEST_EVERY = 8
 
 
 @dataclass(eq=False)
@@ -30,13 +32,10 @@ class Ticket:
     work_s: float = 0.0
     charged: bool = field(default=False, init=False)
 
-    def rank(self, now: float) -> int:
-        return self.priority + int((now - self.arrived_at) / PATIENCE_S)
-
-    def urgency(self, now: float) -> tuple[float, int]:
+    def urgency(self, now: float) -> tuple[bool, float, int]:
+        late = now + self.work_s > self.due_at
         patient_until = self.arrived_at + PATIENCE_S
-        feasible = now + self.work_s <= self.due_at
-        return min(self.due_at, patient_until) if feasible else patient_until, self.number
+        return late, patient_until if late else min(self.due_at, patient_until), self.number
 
 
 class FairQueue:
@@ -45,6 +44,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._waiting: dict[Ticket, None] = {}
         self._given: dict[str, float] = {}
+        self._turns = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -59,6 +59,7 @@ class FairQueue:
         if ticket.charged:
             self._given[ticket.tenant] = self._given.get(ticket.tenant, 0.0) - ticket.tokens
             ticket.charged = False
+            self._turns -= 1
         tenants = {waiting.tenant for waiting in self._waiting}
         if ticket.tenant not in tenants:
             level = min((self._given.get(tenant, 0.0) for tenant in tenants), default=0.0)
@@ -71,15 +72,23 @@ class FairQueue:
 
     def pop(self, now: float) -> Ticket:
         """The next one; there is one."""
-        ticket = min(self._waiting, key=partial(self._turn, now))
+        ticket = self._patient(now) or min(self._waiting, key=partial(self._turn, now))
+        self._turns += 1
         del self._waiting[ticket]
         self._given[ticket.tenant] += ticket.tokens
         ticket.charged = True
         self._forget_idle()
         return ticket
 
+    def _patient(self, now: float) -> Ticket | None:
+        """Who has waited longest, when this turn is theirs."""
+        if self._turns % OLDEST_EVERY:
+            return None
+        oldest = min(self._waiting, key=lambda ticket: (ticket.arrived_at, ticket.number))
+        return oldest if oldest.arrived_at + PATIENCE_S <= now else None
+
     def _turn(self, now: float, ticket: Ticket) -> tuple[float, ...]:
-        return -ticket.rank(now), self._given[ticket.tenant], *ticket.urgency(now)
+        return -ticket.priority, self._given[ticket.tenant], *ticket.urgency(now)
 
     def _forget_idle(self) -> None:
         """With nobody waiting there is nobody to be fair to: counters do not grow for ever."""

@@ -1,4 +1,4 @@
-"""Turns go by rank, level between tenants, by earliest feasible deadline; nobody starves."""
+"""Turns go by priority, level between tenants, by earliest feasible deadline; nobody starves."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import PATIENCE_S, FairQueue, Ticket
+from router.fair_queue import OLDEST_EVERY, PATIENCE_S, FairQueue, Ticket
 
 NUMBERS = itertools.count()
 
@@ -39,9 +39,31 @@ def test_a_higher_priority_goes_first_whatever_the_deadlines() -> None:
     assert order(low, high) == [high, low]
 
 
-def test_waiting_raises_the_rank() -> None:
-    low, high = ticket(0.0), ticket(2.5 * PATIENCE_S, priority=1)
-    assert order(high, low, now=2.6 * PATIENCE_S) == [low, high]
+def test_one_turn_in_so_many_is_of_who_has_waited_longest_whatever_its_priority() -> None:
+    now = 2 * PATIENCE_S
+    old = [ticket(0.0), ticket(1.0)]
+    urgent = [ticket(now, priority=1, due_at=now + 1) for _ in range(2 * OLDEST_EVERY)]
+    turns = order(*urgent, *old, now=now)
+    assert [turns.index(one) for one in old] == [0, OLDEST_EVERY]
+
+
+def test_a_backlog_that_is_late_does_not_make_newcomers_late() -> None:
+    """Those who waited for more than 10 s went first, and so nobody was in time any more."""
+    now = 3 * PATIENCE_S
+    backlog = [ticket(0.0, due_at=1.0) for _ in range(100)]
+    fresh = [ticket(now, due_at=now + 1) for _ in range(2 * OLDEST_EVERY)]
+    turns = order(*backlog, *fresh, now=now)
+    assert set(fresh) <= set(turns[: len(fresh) + 3])
+
+
+def test_a_turn_that_is_given_back_is_not_used_up() -> None:
+    queue, now = FairQueue(), 2 * PATIENCE_S
+    old, new = ticket(0.0), ticket(now, priority=1)
+    queue.push(old)
+    queue.push(new)
+    for _ in range(3):
+        assert queue.pop(now) is old
+        queue.push(old)
 
 
 def test_a_request_that_goes_back_has_its_old_place_and_is_not_charged_twice() -> None:
