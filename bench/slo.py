@@ -5,11 +5,12 @@ the router's own placement, predictor and queue. Goodput is requests per second 
 targets. Each workload is replayed below, at and above saturation; a ratio is of the goodputs
 summed over the rates, so that no policy can win by one lucky rate.
 
-    python bench/slo.py [--quick] [--json FILE] [--traces DIR]
-        [--speed gpu|cpu] [--model NAME]
+    python bench/slo.py [--quick] [--json FILE] [--traces DIR] [--speed gpu|cpu] [--seed N]
+        [--model NAME [--only-real]]
 
 DIR holds the public traces azure2023_conv.csv, azure2023_code.csv and
-mooncake_conversation_trace.first5000.jsonl; without it, generated ones with like lengths.
+mooncake_conversation_trace.first5000.jsonl; without it, generated ones with like lengths. Another
+seed generates others and takes a later part of the traces: what a policy was not tuned on.
 """
 
 import math
@@ -23,11 +24,13 @@ from _common import Report, parser
 from _sim import SPEEDS, Arrival, Simulation, Speed, make_workers
 
 from baton.loadgen.traces import MOONCAKE_BLOCK, read_trace
+from baton.store import StoreError, resolve
 from router.placement import Rules
 from router.predictor import Phase
 from router.targets import Targets
 
-TARGETS = Targets(ttft_s=1.0, tpot_s=0.05)
+# Four times what a lone prompt of 2,048 tokens takes, and six times its decode step.
+TARGETS = {"gpu": Targets(ttft_s=1.0, tpot_s=0.05), "cpu": Targets(ttft_s=3.5, tpot_s=0.15)}
 POLICIES = ("slo", "round_robin", "least_loaded", "prefix", "power_of_two")
 RATES = (0.7, 0.9, 1.1)
 MOONCAKE_SCALE = 1 / 16
@@ -36,18 +39,23 @@ GENERATED_BLOCK = 64
 CACHE_TOKENS = 65_536
 
 
-def azure(name: str) -> Callable[[Path, int], list[Arrival]]:
-    def load(folder: Path, count: int) -> list[Arrival]:
-        rows = read_trace(folder / f"azure2023_{name}.csv", count)
+Load = Callable[[Path, int, int], list[Arrival]]
+"""From a folder of traces, how many, and a seed."""
+
+
+def azure(name: str) -> Load:
+    def load(folder: Path, count: int, seed: int) -> list[Arrival]:
+        rows = read_trace(folder / f"azure2023_{name}.csv", count * (seed + 1))[-count:]
         return [Arrival(row.at_s, row.input_tokens, row.output_tokens) for row in rows]
 
     return load
 
 
-def mooncake(folder: Path, count: int) -> list[Arrival]:
+def mooncake(folder: Path, count: int, seed: int) -> list[Arrival]:
     """Lengths and blocks divided by 16."""
-    rows = read_trace(folder / "mooncake_conversation_trace.first5000.jsonl", count)
-    rng = random.Random(0)
+    trace = folder / "mooncake_conversation_trace.first5000.jsonl"
+    rows = read_trace(trace, count * (seed + 1))[-count:]
+    rng = random.Random(seed)
     return [
         Arrival(
             row.at_s + rng.uniform(0, 3),  # the recorded times are rounded to 3 s
@@ -59,11 +67,11 @@ def mooncake(folder: Path, count: int) -> list[Arrival]:
     ]
 
 
-def generated(mean_input: float, mean_output: float) -> Callable[[Path, int], list[Arrival]]:
+def generated(mean_input: float, mean_output: float) -> Load:
     """Poisson arrivals with log-normal lengths, for when there is no trace."""
 
-    def load(_: Path, count: int) -> list[Arrival]:
-        rng, now, arrivals = random.Random(1), 0.0, []
+    def load(_: Path, count: int, seed: int) -> list[Arrival]:
+        rng, now, arrivals = random.Random(1 + seed), 0.0, []
         for _ in range(count):
             now += rng.expovariate(1.0)
             sizes = [
@@ -76,10 +84,10 @@ def generated(mean_input: float, mean_output: float) -> Callable[[Path, int], li
     return load
 
 
-def prefix_heavy(_: Path, count: int) -> list[Arrival]:
+def prefix_heavy(_: Path, count: int, seed: int) -> list[Arrival]:
     """Sixty long system prompts, some much more popular, short questions, in bursts. One
     worker's cache holds half of them."""
-    rng, now, arrivals = random.Random(2), 0.0, []
+    rng, now, arrivals = random.Random(2 + seed), 0.0, []
     for number in range(count):
         now += rng.expovariate(0.3 if rng.random() < 0.3 else 3.0)
         topic = min(int(rng.paretovariate(0.5)) - 1, 59)
@@ -108,27 +116,27 @@ def at_rate(arrivals: list[Arrival], part: float, speed: Speed, block: int) -> l
 
 
 def goodput(
-    arrivals: list[Arrival], policy: str, speed: Speed, block_tokens: int
+    arrivals: list[Arrival], policy: str, speed: str, block_tokens: int
 ) -> tuple[float, Simulation]:
     """Requests per second that met both targets."""
-    colocated = policy == "colocated"
+    colocated, targets = policy == "colocated", TARGETS[speed]
     pools = (0, 4) if colocated else (2, 2)
-    workers = make_workers(*pools, speed, CACHE_TOKENS // block_tokens)
+    workers = make_workers(*pools, SPEEDS[speed], CACHE_TOKENS // block_tokens)
     name = "least_loaded" if colocated else policy
-    simulation = Simulation(workers, name, TARGETS, Rules("auto"), block_tokens)
+    simulation = Simulation(workers, name, targets, Rules("auto"), block_tokens)
     requests = simulation.run(arrivals)
     if not all(math.isfinite(request.ended_at) for request in requests):
         raise SystemExit(f"{policy}: a request never ended")
-    met = sum(request.met(TARGETS) for request in requests)
+    met = sum(request.met(targets) for request in requests)
     return met / arrivals[-1].at_s, simulation
 
 
 def compare(
-    report: Report, name: str, arrivals: list[Arrival], speed: Speed, block_tokens: int
+    report: Report, name: str, arrivals: list[Arrival], speed: str, block_tokens: int
 ) -> None:
     totals: dict[str, float] = {}
     for part in RATES:
-        load = at_rate(arrivals, part, speed, block_tokens)
+        load = at_rate(arrivals, part, SPEEDS[speed], block_tokens)
         offered = len(load) / load[-1].at_s
         for policy in (*POLICIES, "colocated"):
             found, _ = goodput(load, policy, speed, block_tokens)
@@ -147,12 +155,32 @@ def main() -> None:
     arguments = parser("Goodput of the slo policy against others, in virtual time.")
     arguments.add_argument("--traces", type=Path, metavar="DIR", help="folder of public traces")
     arguments.add_argument("--speed", choices=SPEEDS, default="gpu", help="service times")
+    arguments.add_argument("--seed", type=int, default=0, help="other workloads of the same kind")
     arguments.add_argument("--model", help="also on real workers with this model")
+    arguments.add_argument("--only-real", action="store_true", help="leave virtual time out")
     args = arguments.parse_args()
-    speed = SPEEDS[args.speed]
-    report, count = Report("Goodput under latency targets"), 300 if args.quick else 1200
-    recorded = args.traces is not None
-    workloads: dict[str, tuple[Callable[[Path, int], list[Arrival]], int]] = {
+    if args.model:
+        _check(args.model)
+    report = Report("Goodput under latency targets")
+    if not args.only_real:
+        _virtual(report, args.traces, args.speed, args.seed, 300 if args.quick else 1200)
+    if args.model:
+        arrivals = _quartered(prefix_heavy(Path(), 60 if args.quick else 200, args.seed))
+        _slo_real.compare(report, args.model, arrivals, GENERATED_BLOCK // 4)
+    report.finish(args.json)
+
+
+def _check(model: str) -> None:
+    """A wrong name is said before minutes of virtual time."""
+    try:
+        resolve(model)
+    except StoreError as error:
+        raise SystemExit(str(error)) from error
+
+
+def _virtual(report: Report, traces: Path | None, speed: str, seed: int, count: int) -> None:
+    recorded = traces is not None
+    workloads: dict[str, tuple[Load, int]] = {
         "azure_conv": (azure("conv") if recorded else generated(1155, 211), 64),
         "azure_code": (azure("code") if recorded else generated(2048, 28), 64),
         "mooncake": (
@@ -162,24 +190,19 @@ def main() -> None:
         "prefix": (prefix_heavy, GENERATED_BLOCK),
     }
     for name, (load, block_tokens) in workloads.items():
-        compare(report, name, load(args.traces, count), speed, block_tokens)
-    load = at_rate(prefix_heavy(Path(), 250), 0.5, speed, GENERATED_BLOCK)
-    _, simulation = goodput(load, "slo", speed, GENERATED_BLOCK)
+        compare(report, name, load(traces or Path(), count, seed), speed, block_tokens)
+    arrivals = at_rate(prefix_heavy(Path(), 250, seed), 0.5, SPEEDS[speed], GENERATED_BLOCK)
+    _, simulation = goodput(arrivals, "slo", speed, GENERATED_BLOCK)
     for phase in Phase:
         report.add(f"predictor.mape.{phase}", simulation.predictor.mape(phase) or 0.0, "share")
-    if args.model:
-        _real(report, args.model, 60 if args.quick else 200)
-    report.finish(args.json)
 
 
-def _real(report: Report, model: str, count: int) -> None:
-    """The prefix-heavy workload at a quarter of its lengths, for small machines."""
-    arrivals = [
+def _quartered(arrivals: list[Arrival]) -> list[Arrival]:
+    """At a quarter of their lengths, for small machines."""
+    return [
         replace(a, input_tokens=a.input_tokens // 4, output_tokens=max(2, a.output_tokens // 4))
-        for a in prefix_heavy(Path(), count)
+        for a in arrivals
     ]
-    load = at_rate(arrivals, 0.25, SPEEDS["cpu"], GENERATED_BLOCK // 4)
-    _slo_real.compare(report, model, load, Targets(2.0, 0.25), GENERATED_BLOCK // 4)
 
 
 if __name__ == "__main__":
