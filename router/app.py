@@ -1,10 +1,10 @@
 """The HTTP application: paths, health, metrics, and OpenAI-shaped answers to wrong paths.
 
-Generating endpoints are plain ASGI applications (no per-request framework work on the token
-path); everything else is ordinary FastAPI.
+Generating endpoints are plain ASGI applications in front of FastAPI, each layer of which would wrap
+every chunk that they send; everything else is ordinary FastAPI.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.access import Gate
 from router.access.caller import admin_only
@@ -28,7 +29,7 @@ from router.requests_api import requests_api
 from router.responses import JSON_TYPE, json_response
 
 
-def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
+def create_app(gateway: Gateway, on_loaded: OnLoaded) -> ASGIApp:
     """`on_loaded`: see `Gateway.start`, which runs when the application starts."""
 
     @asynccontextmanager
@@ -45,25 +46,43 @@ def create_app(gateway: Gateway, on_loaded: OnLoaded) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _wrong_query)
     app.add_exception_handler(Exception, _unexpected)
-    for path, kind in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETIONS)):
-        app.router.routes.append(Route(path, Endpoint(gateway, kind), methods=["POST"]))
+    endpoints = {
+        "/v1/chat/completions": Endpoint(gateway, CHAT),
+        "/v1/completions": Endpoint(gateway, COMPLETIONS),
+    }
+    for path, endpoint in endpoints.items():  # for other methods: 405
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_models(app, gateway)
     _add_health(app, gateway)
     app.include_router(requests_api(gateway))
     app.include_router(cache_api(gateway))
     app.include_router(reports_api(gateway))
     app.include_router(dashboard_api())
-    app.add_middleware(Gate, ring=gateway.keys)
+    gated = Gate(_Generating(app, endpoints), gateway.keys)
     origins = [origin for origin in gateway.settings.cors_origins.split(",") if origin]
-    if origins:  # in front of the gate: a browser asks without a key whether it may ask
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return app
+    if not origins:
+        return gated
+    return CORSMiddleware(  # in front of the gate: a browser asks without a key whether it may ask
+        gated,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+class _Generating:
+    """POST requests to generating endpoints go to these, everything else to `app`."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["method"] == "POST":
+            app = self._endpoints.get(scope["path"], app)
+        await app(scope, receive, send)
 
 
 def _add_models(app: FastAPI, gateway: Gateway) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httptools
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.cluster.errors import SettingsError
@@ -28,7 +28,7 @@ SHUTDOWN_S = 10
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
-def server_config(app: FastAPI, settings: RouterSettings) -> uvicorn.Config:
+def server_config(app: ASGIApp, settings: RouterSettings) -> uvicorn.Config:
     """Loaded. Raises SettingsError when the certificate cannot be read."""
     config = uvicorn.Config(
         app,
@@ -37,6 +37,7 @@ def server_config(app: FastAPI, settings: RouterSettings) -> uvicorn.Config:
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_S,
         timeout_keep_alive=KEEP_ALIVE_S,
     )

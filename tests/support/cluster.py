@@ -16,7 +16,7 @@ from unittest import mock
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from baton.cli import worker_process
 from baton.cluster.redis_server import EmbeddedRedis
@@ -324,7 +324,7 @@ async def running_router(cluster: Cluster, **values: Any) -> AsyncIterator[Route
 
 @contextlib.asynccontextmanager
 async def _http(
-    app: FastAPI, settings: RouterSettings, listener: socket.socket
+    app: ASGIApp, settings: RouterSettings, listener: socket.socket
 ) -> AsyncIterator[None]:
     """uvicorn without signal handlers: those belong to pytest."""
     config = server_config(app, settings)

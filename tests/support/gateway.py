@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import orjson
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from baton.cluster.settings import RouterSettings
 from router.app import create_app
@@ -27,7 +27,7 @@ USER_HI = [{"role": "user", "content": "hi"}]
 
 @contextlib.asynccontextmanager
 async def _serving(
-    app: FastAPI, settings: RouterSettings, listener: socket.socket
+    app: ASGIApp, settings: RouterSettings, listener: socket.socket
 ) -> AsyncIterator[None]:
     """uvicorn without its signal handlers (those belong to pytest) and its 0.1 s ticks."""
     config = server_config(app, settings)
