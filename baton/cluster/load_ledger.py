@@ -22,6 +22,8 @@ from baton.cluster.redis_link import RedisLink
 CONFIRM_TIMEOUT_S = 0.015
 LEASE_S = 3.0
 REFRESH_S = 0.2
+# What has ended is told together with what else is wanted, after this time at the latest.
+TELL_S = 0.01
 
 # KEYS: own totals, set of routers. ARGV: own id, prefix of the totals' keys, lease ms, number of
 # fields, field and value …, then the fields to read (none: all of the others' and own anew).
@@ -95,6 +97,7 @@ class LoadLedger:
         self._changed: set[str] = set()
         self._questions: list[_Question] = []
         self._wanted = asyncio.Event()
+        self._ended: asyncio.TimerHandle | None = None
         self._heard_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -112,7 +115,8 @@ class LoadLedger:
         """Claims that were added."""
         for key, claim in claims.items():
             self._set(key, self._own[key].minus(claim))
-        self._wanted.set()
+        if self._task is not None and self._ended is None:
+            self._ended = asyncio.get_running_loop().call_later(TELL_S, self._wanted.set)
 
     def _set(self, key: str, load: Load) -> None:
         self._own[key] = load
@@ -170,6 +174,9 @@ class LoadLedger:
                 async with asyncio.timeout_at(refresh_at):
                     await self._wanted.wait()
             self._wanted.clear()
+            if self._ended is not None:
+                self._ended.cancel()
+                self._ended = None
             questions, self._questions = self._questions, []
             refresh = loop.time() >= refresh_at
             if refresh:

@@ -70,9 +70,11 @@ class PrefixIndex:
         while, whether or not they come; not any more when an exception ends the context. When many
         wait to be sent the oldest are forgotten."""
         chains = [(worker, prompt.hashes(worker.layout)) for worker in workers]
-        with self._notes.proposed([Note(key_of(w), w.num_blocks, h) for w, h in chains if h]):
+        notes = [Note(key_of(w), w.num_blocks, h) for w, h in chains if h]
+        with self._notes.proposed(notes):
             yield
-        self._noted.set()
+        if notes:
+            self._noted.set()
 
     async def start(self) -> None:
         self._task = background(self._send(), name="prefix-expect")
