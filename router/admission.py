@@ -11,9 +11,8 @@ ends at its deadline.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple, Self
 
 from baton.cluster.errors import Overloaded
 from router.fair_queue import FairQueue, Ticket
@@ -29,8 +28,7 @@ class QueueTimeout(Overloaded):
     """The deadline passed before there was room."""
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """What a request's turn depends on; see `Ticket`. None: it comes now, without a deadline."""
 
     tenant: str = ""
@@ -66,9 +64,9 @@ class Admission:
         """Prefill seconds of those who wait."""
         return sum(ticket.work_s for ticket in self._queue)
 
-    @asynccontextmanager
-    async def slot(self, deadline: float, claim: Claim = ORDINARY) -> AsyncIterator["Slot"]:
-        """Holds a running slot; `deadline` (event loop time) bounds the waits for room."""
+    def slot(self, deadline: float, claim: Claim = ORDINARY) -> "Slot":
+        """A running slot, held as a context; `deadline` (event loop time) bounds the waits for
+        room."""
         now = asyncio.get_running_loop().time()
         ticket = Ticket(
             next(self._numbers),
@@ -79,21 +77,15 @@ class Admission:
             claim.tokens,
             claim.work_s,
         )
-        slot = Slot(self, ticket, deadline)
-        await slot.enter()
-        try:
-            yield slot
-        finally:
-            slot.leave()
+        return Slot(self, ticket, deadline)
 
     def workers_changed(self) -> None:
         """A worker came, went or reported another load: somebody may fit now."""
         self._grant()
 
     def _grant(self) -> None:
-        now = asyncio.get_running_loop().time()
         while self._queue and self._running < self._max_running:
-            turn = self._turns.pop(self._queue.pop(now))
+            turn = self._turns.pop(self._queue.pop(asyncio.get_running_loop().time()))
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)
@@ -139,7 +131,7 @@ class Slot:
         self._deadline = deadline
         self._held = False
 
-    async def enter(self) -> None:
+    async def __aenter__(self) -> Self:
         admission = self._admission
         if admission._queue or admission._running >= admission._max_running:
             admission._check_bound()
@@ -147,6 +139,7 @@ class Slot:
         else:
             admission._running += 1
         self._held = True
+        return self
 
     def accepted(self) -> None:
         """The workers had room: let the next in line try too."""
@@ -169,6 +162,9 @@ class Slot:
         if self._held:
             self._admission._release()
         self._held = True
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
 
     def leave(self) -> None:
         if self._held:

@@ -7,8 +7,7 @@ What a worker says about its own fault stays in the log; clients get a plain sen
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -71,18 +70,18 @@ class WorkerCall:
         self._refusals = refusals
         self._ahead: asyncio.Task[Any] | None = None
         self._left = False
+        self._over = False
+        """Whether its last event has come."""
 
-    async def read(self) -> Any:
+    def read(self) -> Awaitable[Any]:
         """The next event, None at the end of the stream."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            return await ahead
-        return await self._read()
+        ahead, self._ahead = self._ahead, None
+        return ahead or self._read()
 
     def ahead(self) -> "asyncio.Task[Any]":
         """The next event, on its way; `read` gives it. For whoever waits for one of two calls."""
         if self._ahead is None:
-            self._ahead = asyncio.ensure_future(self._read())
+            self._ahead = asyncio.create_task(self._read())
             self._ahead.add_done_callback(_seen)
         return self._ahead
 
@@ -95,27 +94,39 @@ class WorkerCall:
             return None
         event, raw = heard
         kind = event.WhichOneof("event")
+        self._over = kind == "done"
         note(kind, event, raw, self._trail, time.monotonic())
         self._heard(kind, event)
         return event
 
-    @asynccontextmanager
-    async def answers_within(self, seconds: float) -> AsyncIterator[None]:
-        """A worker that is silent for longer counts as unreachable."""
+    async def read_within(self, seconds: float) -> Any:
+        """As `read`. A worker that is silent for longer counts as unreachable."""
         try:
             async with asyncio.timeout(seconds):
-                yield
+                return await self.read()
         except TimeoutError as error:
-            raise self.fault(f"no answer within {seconds:g} s", True) from error
+            raise self.silence(seconds) from error
+
+    def silence(self, seconds: float) -> WorkerFault:
+        return self.fault(f"no answer within {seconds:g} s", unreachable=True)
 
     def cancel(self) -> None:
+        """A call whose last event has come ends by itself, or at its deadline."""
         if not self._left:
-            self._call.cancel()
+            self._end()
 
     def leave(self) -> None:
         """Nobody reads on; the call ends when its next event has come and is noted."""
         self._left = True
-        self.ahead().add_done_callback(lambda _: self._call.cancel())
+        self.ahead().add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        if self._over:
+            self._call.add_done_callback(
+                _ended
+            )  # holds it until then: gRPC cancels what nobody does
+        else:
+            self._call.cancel()
 
     def fault(self, reason: str, unreachable: bool = False, lost_peer: bool = False) -> WorkerFault:
         _log.warning("worker %s failed: %s", self.worker.worker_id, reason)
@@ -142,6 +153,10 @@ class WorkerCall:
             unreachable = code is grpc.StatusCode.UNAVAILABLE
             return self.fault(str(reaction), unreachable, code is grpc.StatusCode.ABORTED)
         return reaction
+
+
+def _ended(call: Any) -> None:
+    """Nothing is left to be done."""
 
 
 def _seen(ahead: "asyncio.Task[Any]") -> None:

@@ -10,6 +10,7 @@ finish reason is always a worker's or a stop string's, never made up here.
 
 import asyncio
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -154,8 +155,7 @@ class Conductor:
 
     async def _reserve(self, leg: Leg, decode: WorkerCall) -> common_pb2.Reservation:
         with timed(leg.job.trail, "reserve"):
-            async with decode.answers_within(self.settings.reserve_timeout_s):
-                event = await decode.read()
+            event = await decode.read_within(self.settings.reserve_timeout_s)
         if event is None or not event.HasField("reserved"):
             raise decode.fault("the first event was not a reservation")
         return event.reserved.reservation
@@ -221,12 +221,10 @@ class Conductor:
         """Until the hand-off is committed, or every choice ended on its first token."""
         generation, answered = output.generation, False
         while True:
-            # Not around the delivery: how long the client takes says nothing of the worker.
-            async with prefill.answers_within(self.settings.prefill_timeout_s):
-                if await self._decode_began(prefill, decode) and answered:
-                    prefill.leave()
-                    break
-                event = await prefill.read()
+            if await self._decode_began(prefill, decode, answered):
+                prefill.leave()
+                break
+            event = await prefill.read()
             kind = event.WhichOneof("event") if event is not None else "done"
             if kind == "started":
                 if not leg.output_token_ids:
@@ -243,19 +241,25 @@ class Conductor:
         if not answered or (decode is None and generation.unfinished(leg.choices)):
             raise prefill.fault("the stream ended without its tokens")
 
-    @staticmethod
-    async def _decode_began(prefill: WorkerCall, decode: WorkerCall | None) -> bool:
-        """Waits for the next event of either. Decode's first one proves that everything has
-        landed, whatever becomes of prefill; raises decode's fault as soon as it shows."""
-        if decode is None:
-            return False
-        ahead = {prefill.ahead(), decode.ahead()}
-        if not any(event.done() for event in ahead):
-            await asyncio.wait(ahead, return_when=asyncio.FIRST_COMPLETED)
-        if not decode.ahead().done():
-            return False
-        decode.ahead().result()
-        return True
+    async def _decode_began(
+        self, prefill: WorkerCall, decode: WorkerCall | None, answered: bool
+    ) -> bool:
+        """Waits for prefill's next event or, when prefill has answered, for decode's first one: it
+        proves that everything has landed, whatever becomes of prefill. Raises decode's fault as
+        soon as it shows."""
+        seconds = self.settings.prefill_timeout_s
+        while True:
+            ahead = {prefill.ahead()}
+            if decode is not None and not decode.ahead().done():
+                ahead.add(decode.ahead())
+            elif decode is not None:
+                decode.ahead().result()
+                if answered:
+                    return True
+            if prefill.ahead().done():
+                return False
+            if not (await asyncio.wait(ahead, timeout=seconds, return_when=FIRST_COMPLETED))[0]:
+                raise prefill.silence(seconds)
 
     async def _follow_decode(
         self,
@@ -271,6 +275,8 @@ class Conductor:
             if kind == "tokens":
                 tokens = event.tokens.tokens
                 await self._deliver(leg, tokens, decode, output, served)
+                if not generation.some_ended:
+                    continue
                 if not generation.unfinished(leg.choices):
                     break
                 for choice in generation.ended_by_text(tokens):
@@ -286,12 +292,12 @@ class Conductor:
             await self._close(decode, served)
 
     async def _close(self, decode: WorkerCall, served: Served) -> None:
-        """Lets decode end the call by itself and reads what it says at the end."""
+        """Waits for what decode says at the end."""
         try:
             async with asyncio.timeout(CLOSING_S):
                 while (event := await decode.read()) is not None:
                     if event.HasField("done"):
-                        self._note_done(event.done, served)
+                        return self._note_done(event.done, served)
         except (TimeoutError, WorkerUnavailable):
             return  # the answer is complete without it
 

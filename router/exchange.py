@@ -46,22 +46,20 @@ class Exchange:
         self.request_id = request_id_of(scope)
         self.started = False
         self.status = 0
-        self._headers = scope["headers"]
+        self._headers = dict(reversed(scope["headers"]))
         self._receive = receive
         self._send = send
 
     def header(self, name: str) -> str | None:
         """The first one of that (lower-case) name."""
-        wanted = name.encode()
-        found = (value for header, value in self._headers if header == wanted)
-        value = next(found, None)
+        value = self._headers.get(name.encode())
         return None if value is None else str(value, "latin-1").strip()
 
     async def read_body(self) -> bytes:
         """Raises ApiError when it is too large or too slow, ClientGone when it breaks off."""
-        for name, value in self._headers:
-            if name == b"content-length" and value.isdigit() and int(value) > MAX_DISCARDED_BYTES:
-                raise _too_large()
+        length = self._headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
+            raise _too_large()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await self._read_all()

@@ -6,7 +6,7 @@ answered 503; liveness is never affected.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from baton.cluster.background import background
@@ -82,6 +82,8 @@ class Gateway:
         self.created = int(time.time())
         self._load_model = load_model
         self._conductor: Conductor | None = None
+        self._limits: tuple[Sequence[WorkerRecord], Limits] | None = None
+        """Of these workers: they change with a heartbeat, not with a request."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, on_loaded: OnLoaded) -> None:
@@ -159,7 +161,10 @@ class Gateway:
         return not connected or not self.shared.healthy
 
     def limits(self, model: TextModel) -> Limits:
-        return limits_of(model, self.directory.snapshot())
+        workers = self.directory.snapshot()
+        if self._limits is None or self._limits[0] is not workers:
+            self._limits = workers, limits_of(model, workers)
+        return self._limits[1]
 
     def missing_roles(self, needed: Collection[Role] = tuple(Role)) -> list[str]:
         """Roles that no live worker of this model fills."""

@@ -141,8 +141,9 @@ class Generation:
         self._open = n
 
     @property
-    def finished(self) -> bool:
-        return self._open == 0
+    def some_ended(self) -> bool:
+        """Whether any of the choices has."""
+        return self._open < len(self.choices)
 
     def unfinished(self, choices: Iterable[int]) -> list[int]:
         return [index for index in choices if self.choices[index].finish_reason is None]

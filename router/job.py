@@ -6,7 +6,7 @@ Plain data and two protocols; no behaviour beyond arithmetic.
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -43,7 +43,7 @@ class Output(Protocol):
         """Keeps the deltas; what is to be sent for them now, if anything."""
         ...
 
-    async def send(self, rendered: bytes) -> None: ...
+    def send(self, rendered: bytes) -> Awaitable[None]: ...
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Planner:
     ) -> Plan:
         """Raises NoWorker or NoRoom. `split`: decode has its promise, prefill is looked for, and a
         request that had its turn does not wait for another."""
-        facts = replace(facts, number=next(self._numbers))
+        facts = facts._replace(number=next(self._numbers))
         rules = _TAKE_OVER if split else self._rules
         candidates = self._candidates(workers, matches)
         return place(self._policy, facts, candidates, self.predictor, rules)
@@ -117,9 +117,8 @@ class Planner:
         rules = replace(self._rules, backlog_s=math.inf)
         candidates = self._candidates(workers, matches)
         try:
-            plan = place(
-                self._policy, replace(facts, waited_s=waited_s), candidates, self.predictor, rules
-            )
+            facts = facts._replace(waited_s=waited_s)
+            plan = place(self._policy, facts, candidates, self.predictor, rules)
         except (NoWorker, NoRoom):
             return  # it waits, or is told so
         self.check(plan, facts)

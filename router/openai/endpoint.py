@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import orjson
@@ -144,30 +144,31 @@ class Endpoint:
         ledger.stream, ledger.n = prepared.stream, prepared.sampling[0].n
         ledger.num_prompt_tokens = sum(map(len, prepared.prompts))
         timing = prepared.timing or _switch(exchange, TIMING_HEADER)
-        jobs = self._jobs(
-            replace(prepared, cache_salt=caller.cache_salt(tenant, prepared.cache_salt)),
-            head.id,
-            deadline,
-            replace(asked, tenant=tenant),
-            ledger,
-        )
+        salt = caller.cache_salt(tenant, prepared.cache_salt)
+        jobs = self._jobs(prepared, salt, deadline, asked, tenant, ledger)
         return Call(prepared, conductor, model, format, jobs, ledger, timing)
 
     def _jobs(
-        self, prepared: Prepared, answer_id: str, deadline: float, asked: Wishes, ledger: Ledger
+        self,
+        prepared: Prepared,
+        cache_salt: str,
+        deadline: float,
+        asked: Wishes,
+        tenant: str,
+        ledger: Ledger,
     ) -> list[Job]:
         gateway, settings = self._gateway, self._gateway.settings
         targets = gateway.default_targets.targets(
-            asked.targets, asked.priority, gateway.served_name, asked.tenant
+            asked.targets, asked.priority, gateway.served_name, tenant
         )
-        ledger.aims(asked.tenant, targets.ttft_s, targets.tpot_s)
+        ledger.aims(tenant, targets.ttft_s, targets.tpot_s)
         now = asyncio.get_running_loop().time()
         return [
             Job(
-                request_id=f"{answer_id}-{i}",
+                request_id=f"{ledger.answer_id}-{i}",
                 prompt_token_ids=prompt,
                 sampling=sampling,
-                cache_salt=prepared.cache_salt,
+                cache_salt=cache_salt,
                 cache_key=prepared.cache_key,
                 pins=tuple(pins),
                 kv_policy=prepared.kv_policy,
@@ -176,7 +177,7 @@ class Endpoint:
                 trail=ledger.trail(),
                 arrived_at=ledger.started,
                 targets=targets,
-                tenant=asked.tenant,
+                tenant=tenant,
                 explain=asked.explain,
             )
             for i, (prompt, sampling, pins) in enumerate(

@@ -4,7 +4,7 @@ Both take the same deltas from the same `Generation`, so a streamed answer and a
 the same text, logprobs and counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from router.exchange import Exchange
 from router.generation import Delta, Generation, TokenLogprob
@@ -71,8 +71,8 @@ class Streamed:
             self._format.count(self._counted, self.generation.num_tokens)
         return b"".join([self._events(delta) for delta in deltas])
 
-    async def send(self, rendered: bytes) -> None:
-        await self._exchange.send_events(rendered)
+    def send(self, rendered: bytes) -> Awaitable[None]:
+        return self._exchange.send_events(rendered)
 
     def _events(self, delta: Delta) -> bytes:
         index, format = self._base + delta.choice, self._format

@@ -4,22 +4,22 @@ Loads are those of all routers where they are known. A worker's own report lags 
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.cluster.workers import WorkerRecord
 from baton.kv_policy import FULL, KVPolicy
 from router.targets import Targets
 
+NO_TARGETS = Targets()
 
-@dataclass(frozen=True)
-class RequestFacts:
+
+class RequestFacts(NamedTuple):
     """`number` counts this router's requests; `waited_s` have passed since it came."""
 
     num_prompt_tokens: int
     max_tokens: int
     n: int
-    targets: Targets = field(default_factory=Targets)
+    targets: Targets = NO_TARGETS
     waited_s: float = 0.0
     number: int = 0
     kv_policy: KVPolicy = FULL

@@ -118,7 +118,7 @@ def test_more_slack_never_makes_a_choice_worse(
         targets, ttft_s=targets.ttft_s * ttft_factor, tpot_s=targets.tpot_s * tpot_factor
     )
     tight = chosen("slo", request, found, allowed)
-    loose = chosen("slo", dataclasses.replace(request, targets=slack), found, allowed)
+    loose = chosen("slo", request._replace(targets=slack), found, allowed)
     if tight is None or loose is None:
         return
     assert loose.miss <= tight.miss

@@ -71,7 +71,7 @@ def test_a_stop_string_ends_the_choice_and_later_tokens_count_for_nothing(
     assert shown_bytes(deltas) == b"ab"
     assert generation.num_tokens == 5
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["stop"]
-    assert generation.finished
+    assert not generation.unfinished(range(len(generation.choices)))
 
 
 def test_a_stop_completed_by_the_last_token_is_a_stop(tokenizer: Tokenizer) -> None:
@@ -108,9 +108,9 @@ def test_choices_end_independently(tokenizer: Tokenizer) -> None:
     first, second = generation.push(tokens)
     assert (first.finish_reason, second.finish_reason) == ("stop", None)
     assert generation.ended_by_text(tokens) == [0]
-    assert not generation.finished
+    assert generation.unfinished((0, 1))
     generation.push([token(1, ord("x"), choice=0), token(1, ord("!"), choice=1)])
-    assert generation.finished
+    assert not generation.unfinished(range(len(generation.choices)))
     assert [choice.num_tokens for choice in generation.choices] == [1, 2]
 
 

@@ -78,7 +78,7 @@ def test_a_promise_of_decode_is_kept_whatever_its_load_and_nobody_waits_for_a_se
     """Whoever took over for a lost prefill worker asked decode for the same room a second time,
     and joined the queue a second time: on busy workers the promise was lost, and the request."""
     promised = Rules(decode_prefills="never", backlog_s=math.inf, promised=True)
-    late = dataclasses.replace(FACTS, targets=Targets(tpot_s=0.1))
+    late = FACTS._replace(targets=Targets(tpot_s=0.1))
     for at in (
         decode("d", 64, 6400),
         decode("d", free_blocks=0),
@@ -149,7 +149,7 @@ def test_least_loaded_believes_the_larger_of_report_and_own_count() -> None:
 def test_round_robin_takes_turns() -> None:
     workers = (prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
     turns = [
-        names(plan(*workers, policy="round_robin", facts=dataclasses.replace(FACTS, number=n)))
+        names(plan(*workers, policy="round_robin", facts=FACTS._replace(number=n)))
         for n in range(4)
     ]
     assert turns == [("p1", "d1"), ("p2", "d2")] * 2
@@ -163,7 +163,7 @@ def test_prefix_follows_the_longest_match_whatever_the_load() -> None:
 def test_power_of_two_never_takes_the_more_loaded_of_its_two() -> None:
     workers = (prefill("p1"), prefill("p2", 3, 30), decode())
     for number in range(20):
-        facts = dataclasses.replace(FACTS, number=number)
+        facts = FACTS._replace(number=number)
         assert names(plan(*workers, policy="power_of_two", facts=facts))[0] == "p1"
 
 
@@ -184,7 +184,7 @@ def test_costs_add_up_as_the_profile_says() -> None:
 
 
 def test_a_cached_prefix_outweighs_a_short_queue_and_not_a_long_one() -> None:
-    long = dataclasses.replace(FACTS, num_prompt_tokens=1000)
+    long = FACTS._replace(num_prompt_tokens=1000)
     for tokens, expected in ((500, "hot"), (1900, "cold")):
         hot = prefill("hot", 1, tokens, cached_tokens=960)
         assert names(plan(prefill("cold"), hot, decode(), facts=long))[0] == expected
@@ -192,7 +192,7 @@ def test_a_cached_prefix_outweighs_a_short_queue_and_not_a_long_one() -> None:
 
 def test_a_hot_prefix_spills_over_before_the_target_is_missed() -> None:
     targets = Targets(ttft_s=1.2)
-    long = dataclasses.replace(FACTS, num_prompt_tokens=1000, targets=targets)
+    long = FACTS._replace(num_prompt_tokens=1000, targets=targets)
     for tokens, expected in ((500, "hot"), (1150, "cold")):
         hot = prefill("hot", 1, tokens, cached_tokens=960)
         chosen = plan(prefill("cold"), hot, decode(), facts=long)
@@ -202,7 +202,7 @@ def test_a_hot_prefix_spills_over_before_the_target_is_missed() -> None:
 
 def test_a_slow_worker_is_left_to_those_with_time() -> None:
     slow = prefill("slow", profile=speed(4.0))
-    hurried = dataclasses.replace(FACTS, targets=Targets(ttft_s=0.3))
+    hurried = FACTS._replace(targets=Targets(ttft_s=0.3))
     busy = prefill("fast", 1, 140)
     assert names(plan(slow, busy, decode(), facts=hurried))[0] == "fast"
 
@@ -211,9 +211,9 @@ def test_others_promises_are_kept_unless_the_newcomer_ranks_higher() -> None:
     tight = decode("tight", 3, 300, tightest_tpot_s=0.030)
     full = decode("full", 20, 2000)
     own = Targets(tpot_s=0.100)
-    polite = dataclasses.replace(FACTS, targets=own)
+    polite = FACTS._replace(targets=own)
     assert names(plan(prefill(), tight, full, facts=polite))[1] == "full"
-    first = dataclasses.replace(FACTS, targets=dataclasses.replace(own, priority=9))
+    first = FACTS._replace(targets=dataclasses.replace(own, priority=9))
     crowded = decode("full", 40, 4000)
     assert names(plan(prefill(), tight, crowded, facts=first))[1] == "tight"
 
@@ -221,10 +221,10 @@ def test_others_promises_are_kept_unless_the_newcomer_ranks_higher() -> None:
 def test_a_request_waits_rather_than_break_the_promises_to_those_who_decode() -> None:
     """Those who were decoding lost their targets as soon as load was above what decode can do."""
     promised = decode("d", 20, 2000, tightest_tpot_s=0.065)
-    facts = dataclasses.replace(FACTS, targets=Targets(tpot_s=0.1))
+    facts = FACTS._replace(targets=Targets(tpot_s=0.1))
     with pytest.raises(NoRoom, match="decode"):
         plan(prefill(), promised, facts=facts)
-    raised = dataclasses.replace(facts, targets=Targets(tpot_s=0.1, priority=1))
+    raised = facts._replace(targets=Targets(tpot_s=0.1, priority=1))
     assert names(plan(prefill(), promised, facts=raised)) == ("p", "d")
     assert names(plan(prefill(), decode("d", 20, 2000), facts=facts)) == ("p", "d")
 
@@ -321,7 +321,7 @@ def test_what_a_policy_leaves_of_a_prompt_is_sent_after_the_first_token() -> Non
 
 
 def test_a_worker_whose_drafts_are_right_keeps_a_target_that_its_steps_alone_would_miss() -> None:
-    predictor, facts = Predictor(), dataclasses.replace(FACTS, targets=Targets(tpot_s=0.02))
+    predictor, facts = Predictor(), FACTS._replace(targets=Targets(tpot_s=0.02))
     slow = decode("drafts", profile=speed(2.0))
     workers = (prefill(), slow, decode("plain", 5, 500))
     assert names(plan(*workers, facts=facts, predictor=predictor)) == ("p", "plain")
@@ -334,6 +334,6 @@ def test_a_worker_whose_drafts_are_right_keeps_a_target_that_its_steps_alone_wou
 
 def test_without_knowledge_nothing_is_missed_and_load_decides() -> None:
     bare = (prefill("p1", 9, 900, profile=()), prefill("p2", profile=()), decode(profile=()))
-    chosen = plan(*bare, facts=dataclasses.replace(FACTS, targets=Targets(0.001, 0.001)))
+    chosen = plan(*bare, facts=FACTS._replace(targets=Targets(0.001, 0.001)))
     assert chosen.miss == 0 and math.isfinite(chosen.cost.total_s)
     assert names(chosen)[0] == "p2"
