@@ -116,7 +116,7 @@ def test_a_row_of_a_product_is_the_same_among_any_others(
     ):
         together = product(x)
         for row in (0, 15, 16, 31, 255, 256, 299):
-            for count in (1, 2, 13):
+            for count in range(1, 14):
                 assert torch.equal(product(x[row : row + count]), together[row : row + count])
 
 

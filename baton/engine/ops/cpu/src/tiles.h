@@ -42,6 +42,10 @@ inline __m512bh repeated(const bf16* p) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
+// Bytes from the weights in use to those that memory is asked for. They come into the second cache:
+// the first has too few requests open at a time to keep memory busy.
+constexpr long kAhead = 16384;
+
 template <class T>
 class Tiles {
  public:
@@ -53,22 +57,24 @@ class Tiles {
   template <bool kAdd>
   [[gnu::noinline]] void multiply(const T* a, long lda, const T* b, long depth, float* c, long ldc,
                                   long rows, long columns) const {
-    const long rest = rows_of<kAdd, 12>(a, lda, b, depth, c, ldc, rows, columns);
-    const long last = rows_of<kAdd, 4>(a, lda, b, depth, c, ldc, rest, columns);
-    rows_of<kAdd, 1>(a, lda, b, depth, c, ldc, last, columns);
+    for (; rows > kMost; rows -= kMost, a += kMost * lda, c += kMost * ldc)
+      rows_of<kAdd, kMost>(a, lda, b, depth, c, ldc, kMost, columns);
+    if (rows > 0) rows_of<kAdd, kMost>(a, lda, b, depth, c, ldc, rows, columns);
   }
 
  private:
-  // As many rows as there are in steps of kRows; returns how many are left.
+  static constexpr int kMost = 12;  // rows whose sums of two tiles stay in registers
+
+  // 1 to kRows rows at once.
   template <bool kAdd, int kRows>
-  static long rows_of(const T*& a, long lda, const T* b, long depth, float*& c, long ldc,
-                      long rows, long columns) {
-    for (; rows >= kRows; rows -= kRows, a += kRows * lda, c += kRows * ldc)
-      if (columns > kTile)
-        block<kAdd, kRows, 2>(a, lda, b, depth, c, ldc);
-      else
-        block<kAdd, kRows, 1>(a, lda, b, depth, c, ldc);
-    return rows;
+  static void rows_of(const T* a, long lda, const T* b, long depth, float* c, long ldc, long rows,
+                      long columns) {
+    if constexpr (kRows > 1)
+      if (rows < kRows) return rows_of<kAdd, kRows - 1>(a, lda, b, depth, c, ldc, rows, columns);
+    if (columns > kTile)
+      block<kAdd, kRows, 2>(a, lda, b, depth, c, ldc);
+    else
+      block<kAdd, kRows, 1>(a, lda, b, depth, c, ldc);
   }
 
   template <bool kAdd, int kRows, int kWide>
@@ -84,8 +90,7 @@ class Tiles {
         for (int w = 0; w < kWide; w++) {
           const T* at = b + w * kGroupDepth / 2 + i * kTile;
           columns[w] = words(at);
-          // Few rows wait for memory, and the hardware looks less far ahead.
-          if (kRows <= 4 && !kAdd) _mm_prefetch((const char*)(at + 2 * kGroupDepth), _MM_HINT_T0);
+          if (!kAdd) _mm_prefetch((const char*)at + kAhead, _MM_HINT_T1);
         }
         for (int r = 0; r < kRows; r++) {
           const Words value = repeated(a + r * lda + i);
