@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.cluster.load_ledger import Load, LoadLedger
+from baton.cluster.workers import WorkerRecord
 from baton.step_totals import StepTotals
 from baton.v1 import common_pb2, decode_pb2
+from router.company import Company, Stay
 from router.placement import Plan, RequestFacts
 from router.predictor import Predictor
 
@@ -24,6 +26,7 @@ class Hold:
         facts: RequestFacts,
         loads: LoadLedger,
         predictor: Predictor,
+        company: Company,
         on_room: Callable[[], None],
     ) -> None:
         self.plan = plan
@@ -32,8 +35,11 @@ class Hold:
         self._facts = facts
         self._loads = loads
         self._predictor = predictor
+        self._company = company
         self._on_room = on_room
         self._began_at = time.monotonic()
+        self._stay = self._stay_on(plan.prefill or plan.decode)
+        self._prefill_company = 0.0
         self._queue_s = 0.0
         self._steps = self._computed = self._drawn = 0
         self._prefill, self._decode = _claims(plan, facts)
@@ -60,7 +66,9 @@ class Hold:
     def move(self, plan: Plan) -> None:
         """Another prefill worker takes over for the same decode worker."""
         self._loads.remove(self._prefill)
+        self._stay.end(time.monotonic())
         self.plan = plan
+        self._stay = self._stay_on(plan.prefill)
         self._prefill, _ = _claims(plan, self._facts)
         self._loads.add(self._prefill)
 
@@ -68,9 +76,18 @@ class Hold:
         self._loads.remove(self._prefill)
         self._loads.remove(self._decode)
         self._prefill, self._decode = {}, {}
+        self._stay.end(time.monotonic())
+
+    def _stay_on(self, worker: WorkerRecord | None) -> Stay:
+        assert worker is not None
+        return self._company.stay(worker.worker_id, time.monotonic())
 
     def _prefilled(self) -> None:
         self._loads.remove(self._prefill)
+        if self._prefill:
+            self._prefill_company = self._stay.end(time.monotonic())
+            if self.plan.decode is not None:
+                self._stay = self._stay_on(self.plan.decode)
         self._prefill = {}
         elapsed_s = time.monotonic() - self._began_at
         self.ttft_s = self.ttft_s or self.plan.cost.waited_s + elapsed_s
@@ -87,13 +104,15 @@ class Hold:
         prefill, decode = self.plan.prefill, self.plan.decode
         if isinstance(done, decode_pb2.GenerateDone):
             if decode is not None:
-                self._predictor.saw_steps(decode, totals_from_pb(done.prefill_steps))
-                self._predictor.saw_steps(decode, totals_from_pb(done.decode_steps))
+                company = self._stay.so_far(time.monotonic())
+                prefilled, decoded = map(totals_from_pb, (done.prefill_steps, done.decode_steps))
+                self._predictor.saw_steps(decode, prefilled, self._prefill_company)
+                self._predictor.saw_steps(decode, decoded, company)
                 self._predictor.saw_drafts(decode, self._steps, self._computed, self._drawn)
             return
         if prefill is None:
             return
-        self._predictor.saw_steps(prefill, totals_from_pb(done.totals))
+        self._predictor.saw_steps(prefill, totals_from_pb(done.totals), self._prefill_company)
         if self.ttft_s is not None:
             on_worker_s = self._queue_s + done.compute_s
             self._predictor.saw_admission(self.ttft_s - self.plan.cost.waited_s - on_worker_s)

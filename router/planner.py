@@ -16,6 +16,7 @@ from baton.cluster.load_ledger import LoadLedger
 from baton.cluster.prefix_index import PrefixMatches
 from baton.cluster.workers import Role, WorkerRecord
 from router.admission import Claim
+from router.company import Company
 from router.hold import Hold
 from router.job import Job
 from router.placement import (
@@ -54,6 +55,7 @@ class Planner:
         self._rules = rules
         self._loads = loads or LoadLedger()
         self._slow_start = SlowStart(slow_start_s)
+        self._company = Company()
         self._numbers = itertools.count()
         self._reported: dict[str, tuple[WorkerRecord, int]] = {}
         self._tpot_targets: dict[str, list[float]] = {}
@@ -133,7 +135,7 @@ class Planner:
     @contextmanager
     def hold(self, plan: Plan, facts: RequestFacts) -> Iterator[Hold]:
         """Counts a plan as load of its workers while the context lasts."""
-        hold = Hold(plan, facts, self._loads, self.predictor, self.on_room)
+        hold = Hold(plan, facts, self._loads, self.predictor, self._company, self.on_room)
         for worker in filter(None, (plan.prefill, plan.decode)):
             self.predictor.sent(worker)
         targets: list[float] = []
@@ -156,10 +158,12 @@ class Planner:
         for worker in workers:
             load = self._loads.load(worker.worker_id)
             cached = matches.expected_tokens(worker)
-            share = self._slow_start.share(worker)
+            share, company = self._slow_start.share(worker), self._company.now(worker.worker_id)
             if worker.role is Role.PREFILL:
                 # Its report of free blocks is older than most of its prompts: backlog_s bounds it.
-                candidates.append(Candidate(worker, *load, cached_tokens=cached, share=share))
+                candidates.append(
+                    Candidate(worker, *load, cached_tokens=cached, share=share, company=company)
+                )
                 continue
             targets = self._tpot_targets.get(worker.worker_id)
             candidates.append(
@@ -171,6 +175,7 @@ class Planner:
                     prefilling=self._loads.load(f"{worker.worker_id}/prefill"),
                     tightest_tpot_s=targets[0] if targets else float("inf"),
                     share=share,
+                    company=company,
                 )
             )
         return candidates
@@ -191,6 +196,7 @@ class Planner:
     def saw_workers(self, workers: Sequence[WorkerRecord], now: float) -> None:
         """Notes newcomers, and forgets those that are gone."""
         self._slow_start.saw(workers, now)
+        self._company.saw(workers)
         ids = {worker.worker_id for worker in workers}
         self.predictor.keep_only(workers)
         self._reported = {k: v for k, v in self._reported.items() if k in ids}

@@ -98,6 +98,8 @@ class WorkerRecord:
     """Names of those that its model and cache can have."""
     profile: tuple[StepTotals, ...] = ()
     """Steps that it measured at its start."""
+    cores: tuple[int, ...] = ()
+    """Of its host, that it was told to run on; empty when it was not."""
 
     @cached_property
     def link_to(self) -> dict[str, WorkerLink]:
@@ -129,6 +131,7 @@ class WorkerRecord:
             raw["profile"] = tuple(
                 StepTotals(**_known(StepTotals, totals)) for totals in raw.get("profile", ())
             )
+            raw["cores"] = tuple(raw.get("cores", ()))
             raw["kv_policies"] = tuple(raw.get("kv_policies", ("full",)))
             raw["links"] = tuple(_link(link) for link in raw.get("links", ()))
             return cls(**_known(cls, raw))

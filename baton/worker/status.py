@@ -56,6 +56,7 @@ class WorkerStatus:
             kv_policy=str(self.parts.config.kv_policy),
             kv_policies=self.parts.config.kv_policies,
             profile=self.parts.profile,
+            cores=self.settings.cores or (),
         )
 
     def counters(self) -> pb.WorkerCounters:

@@ -52,6 +52,8 @@ class Candidate(NamedTuple):
     """The shortest target among the requests that it decodes."""
     share: float = 1.0
     """Of its capacity: a newcomer gets less."""
+    company: float = 0.0
+    """Other engines that have work on each of its cores now."""
 
     @property
     def crowding(self) -> tuple[float, str]:

@@ -5,7 +5,7 @@ import math
 from baton.cluster.workers import WorkerRecord
 from router.placement.cost import Cost
 from router.placement.facts import Candidate, RequestFacts
-from router.predictor import Predictor
+from router.predictor import Predictor, slowed
 
 BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "int4": 0.5}
 
@@ -28,12 +28,14 @@ class Pricing:
         queue_s = self._queues.get(record.worker_id)
         if queue_s is None:
             queue_s = self._predictor.backlog_s(record, prefill.requests, prefill.tokens)
+            queue_s *= slowed(prefill.company)
             self._queues[record.worker_id] = queue_s
         return queue_s
 
     def decode_queue_s(self, decode: Candidate) -> float:
         """Until a decode worker has computed the prompts that it was given."""
-        return self._predictor.backlog_s(decode.record, *decode.prefilling)
+        queue_s = self._predictor.backlog_s(decode.record, *decode.prefilling)
+        return queue_s * slowed(decode.company)
 
     def prefill_s(self, prefill: Candidate) -> float:
         """The prompt's own time on a prefill worker, after what that has cached."""
@@ -43,6 +45,7 @@ class Pricing:
             uncached = self.uncached(prefill)
             cached = self._request.num_prompt_tokens - uncached
             prefill_s = self._predictor.prefill_s(record, uncached, cached)
+            prefill_s *= slowed(prefill.company)
             self._prefills[record.worker_id] = prefill_s
         return prefill_s
 
@@ -50,9 +53,9 @@ class Pricing:
         """What the worker's cache spares it of the prompt."""
         predict_s, prompt = self._predictor.prefill_s, self._request.num_prompt_tokens
         left = self.uncached(candidate)
-        return predict_s(candidate.record, prompt) - predict_s(
-            candidate.record, left, prompt - left
-        )
+        whole_s = predict_s(candidate.record, prompt)
+        left_s = predict_s(candidate.record, left, prompt - left)
+        return (whole_s - left_s) * slowed(candidate.company)
 
     def steps_s(self, decode: Candidate) -> tuple[float, float]:
         """Time per token of each sequence there without this request (0 when idle) and with it."""
@@ -63,7 +66,8 @@ class Pricing:
             context = n * (self.kept(record.layout.block_size) + self._output / 2)
             then = (decode.requests + n, decode.tokens + context)
             before, after = self._predictor.token_s(record, now, then)
-            steps_s = (before if decode.requests else 0.0), max(after, before)
+            factor = slowed(decode.company)
+            steps_s = factor * (before if decode.requests else 0.0), factor * max(after, before)
             self._steps[record.worker_id] = steps_s
         return steps_s
 
@@ -136,6 +140,7 @@ class Pricing:
         uncached = self.uncached(decode)
         cached = self._request.num_prompt_tokens - uncached
         prefill_s = predictor.prefill_s(record, uncached, cached, others, decode.tokens)
+        prefill_s *= slowed(decode.company)
         step_s = before * predictor.tokens_per_step(record)
         stall_s = max(prefill_s - step_s * _mixed_steps(decode, uncached), 0.0)
         return Cost(

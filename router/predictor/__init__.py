@@ -1,5 +1,5 @@
 """What things will take, learned from what they took. Pure: no I/O, no clock, no torch."""
 
-from router.predictor.predictor import Phase, Predictor
+from router.predictor.predictor import Phase, Predictor, slowed
 
-__all__ = ["Phase", "Predictor"]
+__all__ = ["Phase", "Predictor", "slowed"]

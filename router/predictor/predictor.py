@@ -5,10 +5,12 @@ decoded tokens, their context), a step that only decodes by (1, sequences, conte
 hand-off adds after the first token by (1, bytes). Workers are seeded by the steps that they
 measured at their start and refined by the totals that come back with every request; what
 nothing is known of is predicted like its peers, and 0 when there are none; what was known long ago
-is doubted (`doubt.py`). Where drafts are checked a step computes, and yields, several tokens of a
-sequence: means of what was seen. Pure: no clock.
+is doubted (`doubt.py`). Steps are learned as they are where a worker has its cores to itself:
+others on them make each one longer (`slowed`). Where drafts are checked a step computes, and
+yields, several tokens of a sequence: means of what was seen. Pure: no clock.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -18,8 +20,16 @@ from router.predictor.doubt import Doubts
 from router.predictor.least_squares import OnlineLeastSquares
 
 OUTPUT_MEMORY = 0.05
+COMPANY_COST = 0.8  # a core that two share gives each a half; who has work does not always compute
 DRAFT_MEMORY = 0.1
+RECENT = 16
 Link = tuple[str, str, str]
+
+
+def slowed(company: float) -> float:
+    """How many times as long a step takes with so many other engines on each of its cores; what
+    is predicted is to be multiplied by it."""
+    return 1.0 + COMPANY_COST * company
 
 
 class Phase(StrEnum):
@@ -46,11 +56,13 @@ class _Speed:
         self.prefill.seed([(_prefill_costs(t), t.seconds) for t in profile if t.prefill_tokens])
         self.decode.seed([(_decode_costs(t), t.seconds) for t in profile if not t.prefill_tokens])
 
-    def learn(self, totals: StepTotals, judge: bool) -> None:
+    def learn(self, totals: StepTotals, factor: float, judge: bool) -> None:
         if totals.prefill_tokens:
-            self.prefill.learn(_prefill_costs(totals), totals.seconds, judge)
+            costs = [factor * cost for cost in _prefill_costs(totals)]
+            self.prefill.learn(costs, totals.seconds, judge)
         elif totals.steps:
-            self.decode.learn(_decode_costs(totals), totals.seconds, judge)
+            costs = [factor * cost for cost in _decode_costs(totals)]
+            self.decode.learn(costs, totals.seconds, judge)
 
 
 class Predictor:
@@ -63,6 +75,10 @@ class Predictor:
         self._doubts = {role: Doubts() for role in Role}
         self._links: dict[Link, OnlineLeastSquares] = {}
         self._all_links = OnlineLeastSquares(2)
+        self._recent = defaultdict[str, deque[tuple[tuple[int, int], float]]](
+            lambda: deque(maxlen=RECENT)
+        )
+        """Hand-offs by transport: what a young link leans on."""
         self._output_tokens = 0.0
         self._admit_s = 0.0
 
@@ -152,10 +168,11 @@ class Predictor:
         """A request goes there."""
         self._doubts[worker.role].tried(worker.worker_id)
 
-    def saw_steps(self, worker: WorkerRecord, totals: StepTotals) -> None:
+    def saw_steps(self, worker: WorkerRecord, totals: StepTotals, company: float = 0.0) -> None:
+        """`company`: other engines that had work on each of its cores meanwhile, on average."""
         self._doubts[worker.role].heard(worker.worker_id)
-        self._speed(worker).learn(totals, judge=True)
-        self._peers[worker.role].learn(totals, judge=False)
+        self._speed(worker).learn(totals, slowed(company), judge=True)
+        self._peers[worker.role].learn(totals, slowed(company), judge=False)
 
     def saw_drafts(self, worker: WorkerRecord, steps: int, computed: int, drawn: int) -> None:
         """What decode steps of one sequence computed and drew, in tokens."""
@@ -167,11 +184,19 @@ class Predictor:
     def saw_transfer(
         self, prefill: WorkerRecord, decode: WorkerRecord, transport: str, sent: int, seconds: float
     ) -> None:
-        if sent > 0:
-            key = (prefill.worker_id, decode.worker_id, transport)
-            link = self._links.setdefault(key, OnlineLeastSquares(2))
-            link.learn((1, sent), seconds)
-            self._all_links.learn((1, sent), seconds, judge=False)
+        """The first one of a link teaches nothing: it opens connections, which no other pays."""
+        if sent <= 0:
+            return
+        key = (prefill.worker_id, decode.worker_id, transport)
+        if key not in self._links:
+            self._links[key] = OnlineLeastSquares(2)
+            return
+        link, recent = self._links[key], self._recent[transport]
+        if len(link.errors) < RECENT:
+            link.seed(recent)
+        link.learn((1, sent), seconds)
+        self._all_links.learn((1, sent), seconds, judge=False)
+        recent.append(((1, sent), seconds))
 
     def saw_output(self, tokens: int) -> None:
         known = self._output_tokens or tokens

@@ -120,6 +120,28 @@ def test_links_are_told_apart_by_transport() -> None:
     assert predictor.transfer_s(by_grpc, D, 1_000_000) == pytest.approx(0.010, rel=0.1)
 
 
+def test_the_first_hand_off_of_a_link_says_nothing_of_the_next() -> None:
+    """It opens connections: 300 ms were expected of all links, of which each took 3."""
+    predictor, other = Predictor(), record(Role.DECODE, "other")
+    for decode in (D, other):
+        predictor.saw_transfer(P, decode, "shm", 400_000, 0.3)
+    for _ in range(2):
+        predictor.saw_transfer(P, D, "shm", 400_000, 0.003)
+    predictor.saw_transfer(P, other, "shm", 400_000, 0.003)
+    assert (predictor.mape(Phase.TRANSFER) or 0.0) < 0.01
+    assert predictor.transfer_s(P, D, 400_000) == pytest.approx(0.003, rel=0.01)
+
+
+def test_a_young_link_leans_on_what_others_of_its_transport_took() -> None:
+    predictor, others = Predictor(), [record(Role.DECODE, f"d{n}") for n in range(4)]
+    for decode in others:
+        for sent in (1_000, 23_000, 1_000_000, 10_000_000):
+            predictor.saw_transfer(P, decode, "", sent, 0.002 + sent / 1e9)
+    for sent in (10_000_000, 10_000_000, 23_000):
+        predictor.saw_transfer(P, D, "", sent, 0.002 + sent / 1e9)
+    assert predictor.transfer_s(P, D, 500_000) == pytest.approx(0.0025, rel=0.1)
+
+
 def test_workers_that_are_gone_are_forgotten() -> None:
     predictor = Predictor()
     predictor.saw_steps(P, prefill_totals(100))

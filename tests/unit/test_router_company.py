@@ -1,0 +1,119 @@
+"""Workers that share cores slow each other, and the router knows who has work."""
+
+import dataclasses
+import random
+
+import pytest
+
+from baton.cluster.workers import Role, WorkerRecord
+from baton.step_totals import StepTotals
+from router.company import Company
+from router.placement import POLICIES, RequestFacts, Rules, place
+from router.planner import Planner
+from router.predictor import Phase, Predictor, slowed
+from tests.support.candidates import decode, prefill, record
+
+
+def on(name: str, *cores: int, host: str = "one") -> WorkerRecord:
+    return record(Role.DECODE, name, address=f"{host}:{name}", cores=cores)
+
+
+def seen(*workers: WorkerRecord) -> Company:
+    company = Company()
+    company.saw(workers)
+    return company
+
+
+def test_company_is_who_has_work_on_the_same_cores_of_the_same_host() -> None:
+    company = seen(on("a", 0), on("b", 0), on("c", 1), on("d", 0, host="two"))
+    for name in "bcd":
+        company.stay(name, 0.0)
+    assert company.now("a") == 1.0
+    assert company.now("c") == company.now("d") == 0.0
+
+
+def test_a_worker_that_was_given_no_cores_has_no_company() -> None:
+    company = seen(on("a"), on("b"))
+    company.stay("b", 0.0)
+    assert company.now("a") == 0.0
+
+
+def test_company_on_some_of_its_cores_counts_in_part() -> None:
+    company = seen(on("wide", 0, 1, 2, 3), on("b", 0), on("c", 0))
+    company.stay("b", 0.0)
+    company.stay("c", 0.0)
+    assert company.now("wide") == pytest.approx(0.5) and company.now("b") == 1.0
+
+
+def test_a_stay_knows_for_which_part_of_it_others_had_work() -> None:
+    company = seen(on("a", 0), on("b", 0))
+    early = company.stay("b", 0.0)
+    stay = company.stay("a", 10.0)
+    early.end(12.0)
+    late = company.stay("b", 15.0)
+    assert stay.so_far(20.0) == pytest.approx(0.7)
+    assert stay.end(20.0) == pytest.approx(0.7)
+    late.end(30.0)
+    assert company.now("a") == company.now("b") == 0.0
+
+
+def test_two_requests_of_one_neighbour_are_one_engine() -> None:
+    company = seen(on("a", 0), on("b", 0))
+    stays = [company.stay("b", 0.0), company.stay("b", 1.0)]
+    stays[0].end(2.0)
+    stays[0].end(3.0)  # a stay ends once
+    assert company.now("a") == 1.0
+    stays[1].end(4.0)
+    assert company.now("a") == 0.0 and company.seconds("a", 9.0) == pytest.approx(4.0)
+
+
+def test_work_on_a_worker_that_has_gone_ends_without_a_trace() -> None:
+    company = seen(on("a", 0), on("b", 0))
+    stay = company.stay("b", 0.0)
+    company.saw([on("a", 0)])
+    stay.end(1.0)
+    company.saw([on("a", 0), on("b", 0)])
+    assert company.now("a") == 0.0
+
+
+def test_steps_beside_others_are_predicted_within_ten_percent_when_the_company_is_known() -> None:
+    predictor, rng = Predictor(), random.Random(3)
+    worker = dataclasses.replace(on("a", 0), profile=())
+    for _ in range(200):
+        company, batch = rng.random(), rng.randint(1, 8)
+        seconds = slowed(company) * 20 * (0.02 + 0.002 * batch) * rng.lognormvariate(0, 0.03)
+        predictor.saw_steps(worker, StepTotals(20, 0, 0, 20 * batch, 400 * batch, seconds), company)
+    assert (predictor.mape(Phase.DECODE) or 1.0) < 0.1
+    alone = predictor.token_s(worker, (4, 80))[0]
+    assert alone == pytest.approx(0.028, rel=0.05)
+
+
+def test_of_equal_workers_the_one_without_company_is_chosen() -> None:
+    candidates = [
+        prefill("p0", company=1.0),
+        prefill("p1"),
+        decode("d0", company=1.0),
+        decode("d1"),
+    ]
+    facts = RequestFacts(400, 20, 1)
+    plan = place(POLICIES["slo"](), facts, candidates, Predictor(), Rules("never"))
+    assert plan.prefill is not None and plan.prefill.worker_id == "p1"
+    assert plan.decode is not None and plan.decode.worker_id == "d1"
+
+
+def test_what_the_router_gives_out_is_company_for_the_next() -> None:
+    workers = [
+        record(role, f"{role}-{core}", address=f"one:{role}{core}", cores=(core,))
+        for role in Role
+        for core in (0, 1)
+    ]
+    planner, facts = Planner(POLICIES["slo"](), Rules("never")), RequestFacts(400, 20, 1)
+    planner.saw_workers(workers, 0.0)
+    first = planner.plan(facts, workers)
+    assert (first.prefill, first.decode) == (workers[0], workers[2])
+    with planner.hold(first, facts) as hold:
+        hold.heard("first_tokens", None)
+        # Its decode worker has it now: the prefill worker on that core has company.
+        second = planner.plan(facts, workers)
+        assert second.prefill == workers[1]
+    assert planner.plan(facts, workers).prefill == workers[0]
