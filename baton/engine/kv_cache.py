@@ -7,9 +7,7 @@ touch different blocks; they share no scratch. The memory starts as zeros becaus
 multiplies the slots past a sequence's end by a weight of zero.
 """
 
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.huge_pages import mapped
 from baton.engine.kv_layout import KVLayout
 
 __all__ = ["KVCache", "KVLayout"]
@@ -151,14 +150,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros; on a CPU in huge pages where the system has them, which attention reads faster
-    because the blocks of a sequence lie apart. Pages become resident when first written."""
+    """Zeros; on a CPU in huge pages, because the blocks of a sequence lie apart."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Kernels built without huge pages refuse the advice; plain pages are as correct.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.huge_pages import Arena
 from baton.engine.ops.cpu.build import BuildError, cpu_flags, library, supported
 from baton.engine.ops.cpu.by_dtype import DTYPES, by_dtype
 from baton.engine.ops.cpu.quantized import QuantizedAttention
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _DEPTH = 32
 _GROUP = 32
 _MAX_HEAD_DIM = 256
+_WEIGHTS = Arena()
 
 
 class Finish(IntEnum):
@@ -86,7 +88,7 @@ class Kernels:
         up to 32, as its inputs will be."""
         weight = _deep(weight)
         outputs, depth = weight.shape
-        packed = torch.empty(-(-outputs // _GROUP) * _GROUP * depth, dtype=weight.dtype)
+        packed = _WEIGHTS.empty(-(-outputs // _GROUP) * _GROUP * depth, weight.dtype)
         self._pack[weight.dtype](weight.data_ptr(), packed.data_ptr(), outputs, depth)
         return packed
 

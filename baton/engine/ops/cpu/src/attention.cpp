@@ -7,10 +7,21 @@ namespace {
 
 template <class T>
 void attention(const Queries<T>& call, const PagedCache<T>& cache, int threads) {
-  attend<T>(call, threads, [&](Scratch<T>& scratch, const Tiles<T>& tiles, const Item& item) {
-    Pass<T, T> pass(call, scratch, item);
-    PagedTokens<T> tokens(cache, item.seq, item.kv_head);
-    pass.run([&](const auto& begin, const auto& end) { pass.see(tiles, tokens, begin, end); });
+  attend<T>(call, threads, [&](Scratch<T>& scratch, const Tiles<T>& tiles, Items<T>& items) {
+    Item item{}, next{};
+    bool more = items.take(item);
+    if (!more) return;
+    PagedTokens<T> tokens(cache, item, items.seen(item));
+    tokens.ask_first();
+    while (more) {
+      more = items.take(next);
+      PagedTokens<T> coming(cache, next, more ? items.seen(next) : Range{});
+      tokens.precede(&coming);
+      Pass<T, T> pass(call, scratch, item);
+      pass.run([&](const auto& begin, const auto& end) { pass.see(tiles, tokens, begin, end); });
+      tokens = coming;
+      item = next;
+    }
   });
 }
 
@@ -19,16 +30,19 @@ template <class T>
 void quantized_attention(const Queries<T>& call, const QuantizedCache& cache, const Fresh<T>& fresh,
                          int threads) {
   const long size = cache.block_size;
-  attend<float>(call, threads, [&](Scratch<float>& scratch, const Tiles<float>& tiles, const Item& item) {
-    Pass<T, float> pass(call, scratch, item);
-    QuantizedTokens full(cache, item.seq, item.kv_head);
-    ExactTokens<T> own(cache, fresh, item.seq, item.kv_head, pass.first_query(), pass.before());
-    const auto block = [&](long c) { return pass.position(c) / size * size; };
-    pass.run([&](const auto& begin, const auto& end) {
-      pass.see(tiles, full, begin, [&](long c) { return std::min(end(c), block(c)); });
-      pass.see(tiles, own, [&](long c) { return std::max(begin(c), block(c)); }, end);
-    });
-  });
+  const auto work = [&](Scratch<float>& scratch, const Tiles<float>& tiles, Items<T>& items) {
+    for (Item item; items.take(item);) {
+      Pass<T, float> pass(call, scratch, item);
+      QuantizedTokens full(cache, item.seq, item.kv_head);
+      ExactTokens<T> own(cache, fresh, item.seq, item.kv_head, pass.first_query(), pass.before());
+      const auto block = [&](long c) { return pass.position(c) / size * size; };
+      pass.run([&](const auto& begin, const auto& end) {
+        pass.see(tiles, full, begin, [&](long c) { return std::min(end(c), block(c)); });
+        pass.see(tiles, own, [&](long c) { return std::max(begin(c), block(c)); }, end);
+      });
+    }
+  };
+  attend<float>(call, threads, work);
 }
 
 // The newest tokens of each sequence that fill no block go into its tail.

@@ -8,6 +8,8 @@
 #pragma once
 #include "scratch.h"
 
+#include <atomic>
+
 namespace baton {
 
 // Queries of element type E.
@@ -26,6 +28,10 @@ struct Queries {
 
 struct Item {
   long seq, kv_head, column;
+};
+
+struct Range {
+  long begin, end;
 };
 
 // Products of type T: of E, or float over a cache that is read as float.
@@ -181,27 +187,54 @@ class Pass {
   long window_ = 0, sinks_ = 0;
 };
 
-// Runs `pass(scratch, tiles, item)` for all columns of all sequences and KV heads.
-template <class T, class E, class One>
-void attend(const Queries<E>& call, int threads, const One& one) {
-  const long group = call.num_heads / call.num_kv_heads;
-  // Passes of a sequence, counted from the last: the longest come first, so threads end together.
-  const auto passes = [&](long s) {
-    return ((call.starts[s + 1] - call.starts[s]) * group + kColumns - 1) / kColumns;
-  };
-  long most = 0;
-  for (long s = 0; s < call.sequences; s++) most = std::max(most, passes(s));
+// The columns of all sequences and KV heads, handed out to threads. Passes of a sequence are counted
+// from the last: the longest come first, so threads end together.
+template <class E>
+class Items {
+ public:
+  explicit Items(const Queries<E>& call) : call_(call), group_(call.num_heads / call.num_kv_heads) {
+    for (long s = 0; s < call.sequences; s++) most_ = std::max(most_, passes(s));
+  }
+
+  bool take(Item& item) {
+    const long heads = call_.num_kv_heads, all = call_.sequences * heads;
+    for (long i = next_++; i < most_ * all; i = next_++) {
+      const long seq = i % all / heads, later = passes(seq) - i / all;
+      if (later <= 0) continue;
+      item = {seq, i % heads, (later - 1) * kColumns};
+      return true;
+    }
+    return false;
+  }
+
+  // The tokens that some column of it sees, sinks aside.
+  Range seen(const Item& item) const {
+    const long columns = std::min(item.column + kColumns, columns_of(item.seq));
+    const long before = call_.lengths[item.seq] - queries_of(item.seq);
+    const long window = call_.windows ? call_.windows[item.seq] : call_.window;
+    const long first = before + item.column / group_, last = before + (columns - 1) / group_;
+    return {window ? std::max(0L, first - window + 1) : 0, last + 1};
+  }
+
+ private:
+  long queries_of(long s) const { return call_.starts[s + 1] - call_.starts[s]; }
+  long columns_of(long s) const { return queries_of(s) * group_; }
+  long passes(long s) const { return (columns_of(s) + kColumns - 1) / kColumns; }
+
+  const Queries<E>& call_;
+  const long group_;
+  long most_ = 0;
+  std::atomic<long> next_{0};
+};
+
+// Runs `work(scratch, tiles, items)` in every thread.
+template <class T, class E, class Work>
+void attend(const Queries<E>& call, int threads, const Work& work) {
+  Items<E> items(call);
 #pragma omp parallel num_threads(threads)
   {
     alignas(64) Scratch<T> scratch;
-    const Tiles<T> tiles(2 * kTile);
-#pragma omp for schedule(dynamic, 1) collapse(3)
-    for (long pass = 0; pass < most; pass++)
-      for (long s = 0; s < call.sequences; s++)
-        for (long head = 0; head < call.num_kv_heads; head++) {
-          const long mine = passes(s);
-          if (pass < mine) one(scratch, tiles, Item{s, head, (mine - 1 - pass) * kColumns});
-        }
+    work(scratch, Tiles<T>(2 * kTile), items);
   }
 }
 

@@ -84,18 +84,24 @@ class Tiles {
     for (int r = 0; r < kRows; r++)
       for (int w = 0; w < kWide; w++)
         sum[r][w] = kAdd ? _mm512_loadu_ps(c + r * ldc + w * kTile) : _mm512_setzero_ps();
+    const auto add = [&](long i) {
+      Words columns[kWide];
+      for (int w = 0; w < kWide; w++) {
+        const T* at = b + w * kGroupDepth / 2 + i * kTile;
+        columns[w] = words(at);
+        if (!kAdd) _mm_prefetch((const char*)at + kAhead, _MM_HINT_T1);
+      }
+      for (int r = 0; r < kRows; r++) {
+        const Words value = repeated(a + r * lda + i);
+        for (int w = 0; w < kWide; w++) sum[r][w] = add_products(sum[r][w], value, columns[w]);
+      }
+    };
     for (long k = 0; k < depth; k += kDepth, a += kDepth, b += kGroupDepth)
-      for (long i = 0; i < kDepth; i += kPack<T>) {
-        Words columns[kWide];
-        for (int w = 0; w < kWide; w++) {
-          const T* at = b + w * kGroupDepth / 2 + i * kTile;
-          columns[w] = words(at);
-          if (!kAdd) _mm_prefetch((const char*)at + kAhead, _MM_HINT_T1);
-        }
-        for (int r = 0; r < kRows; r++) {
-          const Words value = repeated(a + r * lda + i);
-          for (int w = 0; w < kWide; w++) sum[r][w] = add_products(sum[r][w], value, columns[w]);
-        }
+      if constexpr (kRows == 1) {  // waits for memory, the longer the fewer loads there are in sight
+#pragma GCC unroll 16
+        for (long i = 0; i < kDepth; i += kPack<T>) add(i);
+      } else {
+        for (long i = 0; i < kDepth; i += kPack<T>) add(i);
       }
     for (int r = 0; r < kRows; r++)
       for (int w = 0; w < kWide; w++) _mm512_storeu_ps(c + r * ldc + w * kTile, sum[r][w]);
