@@ -17,6 +17,7 @@ import grpc
 import psutil
 import torch
 import torch.distributed as dist
+from _link import LOOPBACK, Link, enter
 
 from baton.cluster.rpc import ChannelPool, make_server
 from baton.cluster.settings import DecodeSettings
@@ -82,14 +83,15 @@ class _NoModel:
         return torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), VOCAB).float()
 
 
-def _decode_process(ready: Any) -> None:
+def _decode_process(ready: Any, link: Link) -> None:
+    enter(link)
     torch.set_num_threads(1)
     keep_freed_memory()
-    asyncio.run(_decode(ready))
+    asyncio.run(_decode(ready, link))
 
 
-async def _decode(ready: Any) -> None:
-    settings = DecodeSettings.build(transport="auto")
+async def _decode(ready: Any, link: Link) -> None:
+    settings = DecodeSettings.build(transport="auto", host=link.theirs)
     cache = KVCache(layout_of(), 320)
     cache.data.fill_(0)
     config = EngineConfig(
@@ -106,9 +108,9 @@ async def _decode(ready: Any) -> None:
     scheduler = DecodeScheduler(config, blocks)
     engine = Engine(scheduler, blocks, _NoModel(), Sampler(config.eos_token_ids))
     address, server = await serve_decode(settings, engine, cache, VOCAB)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(link.theirs, 0, is_master=True, wait_for_workers=False)
     ready.send((address, store.port))
-    group = await asyncio.to_thread(gloo, store, 1, timedelta(seconds=60), "127.0.0.1")
+    group = await asyncio.to_thread(gloo, store, 1, timedelta(seconds=60), link.theirs)
     await asyncio.to_thread(_serve_raw_gloo, group)
     await server.stop(0)
 
@@ -125,9 +127,9 @@ async def serve_decode(
     transfer = KVTransferServicer(worker, inbox, cache.layout, "bench", 30.0)
     add_decode = partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode)
     server, port = await make_server(
-        [add_decode, transfer.add_to, _add_raw_grpc], "127.0.0.1:0", []
+        [add_decode, transfer.add_to, _add_raw_grpc], f"{settings.host}:0", []
     )
-    status.address = f"127.0.0.1:{port}"
+    status.address = f"{settings.host}:{port}"
     running.start()
     await server.start()
     return status.address, server
@@ -171,16 +173,16 @@ def _add_raw_grpc(server: grpc.aio.Server) -> None:
 
 
 @contextmanager
-def running_peer() -> Iterator[Peer]:
+def running_peer(link: Link = LOOPBACK) -> Iterator[Peer]:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_decode_process, args=(theirs,), daemon=True)
+    process = context.Process(target=_decode_process, args=(theirs, link), daemon=True)
     process.start()
     theirs.close()
     try:
         address, port = mine.recv()
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        group = gloo(store, 0, timedelta(seconds=60), "127.0.0.1")
+        store = dist.TCPStore(link.theirs, port, is_master=False, wait_for_workers=False)
+        group = gloo(store, 0, timedelta(seconds=60), link.mine)
         messages = [os.urandom(MESSAGE) for _ in range(MOST // MESSAGE)]
         yield Peer(address, psutil.Process(process.pid), group, store, _memory().fill_(1), messages)
     finally:

@@ -7,18 +7,23 @@ grpc.aio stream of bytes (4 MiB messages) for grpc. As in a hand-off, every byte
 of its own and goes to one; `hot` is the Gloo pair out of three buffers into three, all in the
 cache. CPU time is that of both processes together: on few cores, it is what both ends share.
 
-    python bench/transfer.py [--quick] [--json FILE] [--no-model]
+`--link 10gbit` puts the decode side on a host of its own (`_link.py`) behind a cable of that rate.
+
+    python bench/transfer.py [--quick] [--json FILE] [--no-model] [--link RATE]
 """
 
 import asyncio
 import statistics
 import sys
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as ListOf
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from _common import Report, parser
+from _link import LOOPBACK, rated_link
 from _transfer_peer import (
     MIB,
     MOST,
@@ -118,7 +123,7 @@ async def in_turn(runs: dict[str, Callable[[], Awaitable[Cost]]], rounds: int) -
     }
 
 
-async def measure(report: Report, peer: Peer, quick: bool) -> None:
+async def measure(report: Report, peer: Peer, quick: bool, transports: ListOf[str]) -> None:
     sizes = SIZES_MIB[:2] if quick else SIZES_MIB
     sender = Sender.open(peer, max(sizes) * MIB // layout_of().bytes_per_block + 1)
     target = torch.ones(MOST, dtype=torch.uint8)
@@ -130,18 +135,18 @@ async def measure(report: Report, peer: Peer, quick: bool) -> None:
             "gloo hot": lambda mib=mib: raw_gloo(peer, mib, hot=True),
             "grpc ceiling": lambda mib=mib: raw_grpc(peer, sender.channels, mib),
         }
-        for name in TRANSPORTS:
+        for name in transports:
             for checksum in (True, False):
                 runs[f"{name} {checksum}"] = lambda n=name, c=checksum, m=mib: sender.hand_off(
                     n, c, m
                 )
-        _report(report, mib, await in_turn(runs, rounds))
+        _report(report, mib, await in_turn(runs, rounds), transports)
     await sender.close()
 
 
-def _report(report: Report, mib: int, costs: dict[str, Cost]) -> None:
+def _report(report: Report, mib: int, costs: dict[str, Cost], transports: ListOf[str]) -> None:
     rates = {name: mib * MIB / 1e9 / cost.wall for name, cost in costs.items()}
-    for name in TRANSPORTS:
+    for name in transports:
         path, ceiling = f"transfer.{name}.{mib}MiB", rates[f"{name} ceiling"]
         with_sum, without = rates[f"{name} True"], rates[f"{name} False"]
         report.add(f"{path}.gb_s", with_sum, "GB/s")
@@ -158,13 +163,18 @@ def _report(report: Report, mib: int, costs: dict[str, Cost]) -> None:
 def main() -> int:
     arguments = parser(str(__doc__).splitlines()[0])
     arguments.add_argument("--no-model", action="store_true", help="skip the real model's overlap")
+    arguments.add_argument("--link", metavar="RATE", help="of a cable between the two, as in tc")
     args: Any = arguments.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    report = Report("KV transfer")
-    with running_peer() as peer:
-        asyncio.run(measure(report, peer, args.quick))
-    if not args.no_model:
+    report = Report(f"KV transfer over {args.link}" if args.link else "KV transfer")
+    transports = ("gloo", "grpc") if args.link else tuple(TRANSPORTS)
+    with (
+        rated_link(args.link) if args.link else nullcontext(LOOPBACK) as link,
+        running_peer(link) as peer,
+    ):
+        asyncio.run(measure(report, peer, args.quick, transports))
+    if not (args.no_model or args.link):
         from _transfer_exposed import exposed_shares
 
         shares = exposed_shares(2048, rounds=2 if args.quick else 5)

@@ -37,6 +37,13 @@ class _Incoming(NamedTuple):
     """How often frames had to come again before it."""
 
 
+class _Closing(NamedTuple):
+    """The commit, of an attempt."""
+
+    commit: kv_pb2.KVCommit
+    attempt: int
+
+
 class FrameReader:
     """Frames in order; `timeout_s`: a sender that is silent for longer has lost its hand-off."""
 
@@ -87,11 +94,11 @@ class Receiving:
         self._inbox = inbox
         self._reader = reader
         self._acknowledge = acknowledge
-        self._queue: asyncio.Queue[_Incoming | kv_pb2.KVCommit | HandoffError] = asyncio.Queue(
-            _READ_AHEAD
-        )
+        self._queue: asyncio.Queue[_Incoming | _Closing | HandoffError] = asyncio.Queue(_READ_AHEAD)
         self._attempt = 0
         self._dropping = False
+        self._closing = -1
+        """The attempt whose commit has come."""
 
     async def run(self) -> None:
         """Until the commit is applied. Raises HandoffError."""
@@ -103,8 +110,8 @@ class Receiving:
                     raise item
                 if isinstance(item, _Incoming):
                     await self._finish(item)
-                else:
-                    self._handoff.commit(_commit_from_pb(item))
+                elif item.attempt == self._attempt:
+                    self._handoff.commit(_commit_from_pb(item.commit))
         finally:
             reading.cancel()
 
@@ -118,7 +125,8 @@ class Receiving:
                 elif kind != "commit":
                     raise HandoffDamaged("a second opening frame came before the commit")
                 elif not self._dropping:
-                    await self._queue.put(frame.message.commit)
+                    self._closing = self._attempt
+                    await self._queue.put(_Closing(frame.message.commit, self._attempt))
         except HandoffError as error:
             await self._queue.put(error)
 
@@ -149,7 +157,8 @@ class Receiving:
             )
             return
         self._handoff.applied(incoming.sequence)
-        await self._acknowledge(kv_pb2.KVAck(frames=incoming.sequence + 1))
+        if self._closing != self._attempt:  # else the commit's own acknowledgement is next
+            await self._acknowledge(kv_pb2.KVAck(frames=incoming.sequence + 1))
 
 
 def _seen(writing: "asyncio.Task[None]") -> None:

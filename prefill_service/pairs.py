@@ -28,7 +28,7 @@ from prefill_service.encoding import Encoding
 from prefill_service.inline import InlineLink
 from prefill_service.push import PushSender
 from prefill_service.torch_pair import TorchPair
-from prefill_service.wire_policy import Rates
+from prefill_service.wire_policy import Rates, frame_bytes
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ class Pair:
         self.incarnation = destination.incarnation
         self.transport = ""
         self.rates = Rates()
+        self._paces = Rates()
+        """Of single frames, by link."""
         self.token_bytes: dict[str, int] = {}
         """That the last hand-off by a link shipped."""
         self.senders = weakref.WeakSet[PushSender]()
@@ -166,7 +168,14 @@ class Pair:
         self.transport = self._inline.name
         return self._inline
 
+    def frame_bytes(self, link: PayloadLink) -> int:
+        return frame_bytes(link.frame_bytes, self._paces.get(link.name, time.monotonic()))
+
+    def took(self, link: PayloadLink, num_bytes: int, seconds: float) -> None:
+        self._paces.saw(link.name, num_bytes, seconds, time.monotonic())
+
     def failed(self, link: PayloadLink, reason: str) -> None:
+        self._paces.forget(link.name)
         transport = link.name.partition(":")[0]
         if isinstance(link, torch_dist.TorchLink):
             self.torch.failed(link)

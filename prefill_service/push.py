@@ -45,6 +45,12 @@ class Links(Protocol):
 
     async def best(self, reservation: common_pb2.Reservation) -> PayloadLink: ...
 
+    def frame_bytes(self, link: PayloadLink) -> int:
+        """Of the next payload, at most."""
+
+    def took(self, link: PayloadLink, num_bytes: int, seconds: float) -> None:
+        """From a frame's departure, or the last acknowledgement, to its own."""
+
     def failed(self, link: PayloadLink, reason: str) -> None:
         """It rests for a while; `best` gives another one."""
 
@@ -68,6 +74,7 @@ class _Frame:
 
     plan: FramePlan
     shipment: Shipment
+    shipped_at: float
 
 
 class PushSender:
@@ -114,6 +121,7 @@ class PushSender:
         self._refused = False
         self._busy = Busy()
         self._heard = asyncio.Event()
+        self._heard_at = 0.0
         self._listening: asyncio.Task[None] | None = None
 
     @property
@@ -177,7 +185,7 @@ class PushSender:
 
     async def _ship_one(self, link: PayloadLink, call: grpc.aio.StreamStreamCall) -> None:
         self._encode_for(link)
-        plan = self._cut(self._plans[0], link.frame_bytes)
+        plan = self._cut(self._plans[0], self._links.frame_bytes(link))
         sequence = self.num_frames
         self._busy.begin(time.monotonic())
         try:
@@ -196,10 +204,8 @@ class PushSender:
         self._plans.popleft()
         self.num_frames += 1
         self.transport = link.name
-        wire = kv_wire.message_of(sequence, plan, shipment.carrier, shipment.checksum)
-        self._writing = asyncio.create_task(call.write(wire))
-        self._writing.add_done_callback(_seen)
-        self._frames[sequence] = _Frame(plan, shipment)
+        self._write(call, kv_wire.message_of(sequence, plan, shipment.carrier, shipment.checksum))
+        self._frames[sequence] = _Frame(plan, shipment, time.monotonic())
 
     def _codec_of(self, link: PayloadLink) -> str:
         if self._encoding is None:
@@ -227,6 +233,11 @@ class PushSender:
         works = [frame.shipment.sending for frame in self._frames.values()]
         if sending := [work for work in works if work is not None]:
             await self._in_time(asyncio.wait(sending), call)
+
+    def _write(self, call: grpc.aio.StreamStreamCall, message: kv_pb2.KVFrame | bytes) -> None:
+        """Begins; the next one must wait until it is `_written`."""
+        self._writing = asyncio.create_task(call.write(message))
+        self._writing.add_done_callback(_seen)
 
     async def _written(self, call: grpc.aio.StreamStreamCall) -> None:
         if self._writing is not None:
@@ -257,7 +268,7 @@ class PushSender:
                 secret=self._destination.secret,
                 layout=layout_to_pb(self._layout),
             )
-            await self._in_time(call.write(kv_pb2.KVFrame(open=opening)), call)
+            self._write(call, kv_pb2.KVFrame(open=opening))
         return call
 
     async def _listen(self, call: grpc.aio.StreamStreamCall) -> None:
@@ -270,10 +281,7 @@ class PushSender:
             self._heard.set()
 
     def _hear(self, ack: kv_pb2.KVAck) -> None:
-        for number in [number for number in self._frames if number < ack.frames]:
-            frame = self._frames.pop(number)
-            frame.shipment.release()
-            self._busy.add(self._reader.num_bytes(frame.plan))
+        self._let_go([number for number in self._frames if number < ack.frames])
         if not self._frames:
             self._busy.end(time.monotonic())
         if ack.unreadable and self._link is not None:
@@ -286,6 +294,20 @@ class PushSender:
         self._committed = ack.committed
         self._refused = self._refused or ack.refused
         self._heard.set()
+
+    def _let_go(self, acknowledged: list[int]) -> None:
+        if not acknowledged:
+            return
+        now, num_bytes = time.monotonic(), 0
+        since = max(self._frames[acknowledged[0]].shipped_at, self._heard_at)
+        for number in acknowledged:
+            frame = self._frames.pop(number)
+            frame.shipment.release()
+            num_bytes += self._reader.num_bytes(frame.plan)
+        self._busy.add(num_bytes)
+        if self._link is not None:
+            self._links.took(self._link, num_bytes, now - since)
+        self._heard_at = now
 
     async def _wait_heard(self, call: grpc.aio.StreamStreamCall) -> None:
         await self._in_time(self._heard.wait(), call)

@@ -1,4 +1,5 @@
-"""Whether a hand-off is worth encoding. Plain numbers in, a decision out: no torch, no clock."""
+"""Whether a hand-off is worth encoding, and how long its frames may be. Plain numbers in, a
+decision out: no torch, no clock."""
 
 from dataclasses import dataclass
 
@@ -6,6 +7,8 @@ RATE_LIFE_S = 60.0
 """What was measured longer ago says nothing: both ways are tried again."""
 LEAST_BYTES = 1 << 20
 """What fewer bytes take is mostly latency."""
+FRAME_S = 0.25
+"""Of a link's time that one frame may take."""
 _WEIGHT = 0.3
 """Of the newest measurement."""
 
@@ -33,6 +36,12 @@ def worth_encoding(forecast: Forecast) -> bool:
     return raw_s > forecast.hidden_s and encoded_s < raw_s
 
 
+def frame_bytes(most: int, rate: float | None) -> int:
+    """What a link of so many bytes per second carries in FRAME_S: whoever waits for an
+    acknowledgement then sees progress on a slow link too. A link that was not measured is slow."""
+    return min(most, max(LEAST_BYTES, int(FRAME_S * (rate or 0.0))))
+
+
 class Rates:
     """Smoothed rates by name; `now` is any clock in seconds."""
 
@@ -46,6 +55,10 @@ class Rates:
         rate, before = amount / seconds, self.get(name, now)
         smoothed = rate if before is None else before + _WEIGHT * (rate - before)
         self._rates[name] = smoothed, now
+
+    def forget(self, name: str) -> None:
+        """What was measured is true no more."""
+        self._rates.pop(name, None)
 
     def get(self, name: str, now: float) -> float | None:
         rate, at = self._rates.get(name, (0.0, float("-inf")))

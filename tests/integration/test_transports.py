@@ -13,8 +13,12 @@ from baton.engine import model_runner
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import HandoffDamaged, HandoffError, HandoffRefused
 from baton.engine.transfer.plan import FramePlan
+from baton.engine.transfer.shm import ShmLink
+from baton.engine.transfer.torch_dist import TorchLink
 from decode_service.inbox import Inbox
 from decode_service.incoming import IncomingHandoff
+from prefill_service import wire_policy
+from prefill_service.inline import InlineLink
 from tests.integration.test_services import prefill_request
 from tests.support.client import sampling_pb
 from tests.support.handoffs import FIRST, LAYERS, by_hand, lying, until, whole_block
@@ -241,6 +245,31 @@ async def test_a_slow_decode_holds_prefill_back_and_leaves_room_for_others(
     await sending
     assert pair.decode.status.activity.transfers.blocks == 20
     call[0].cancel()
+    await pair.settle()
+
+
+async def test_frames_are_short_until_their_link_has_shown_what_it_carries(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame as long as a fast link likes once took a slow one longer than any deadline."""
+    least = pair.prefill.parts.cache.layout.bytes_per_block
+    monkeypatch.setattr(wire_policy, "LEAST_BYTES", least)
+    monkeypatch.setattr(wire_policy, "FRAME_S", 1e9)  # whatever was measured, it is fast
+    for link in (ShmLink, InlineLink, TorchLink):
+        monkeypatch.setattr(link, "frame_bytes", 1 << 20)
+    counts = []
+    for seed in range(2):
+        prompt = random_prompt(80, seed)
+        _, reservation = call = await pair.client.reserve(prompt, sampling_pb())
+        sender = by_hand(pair.prefill, reservation, 20)
+        await sender.send(FramePlan(0, LAYERS, tuple(range(20))))
+        await sender.commit(FIRST)
+        counts.append(sender.num_frames)
+        call[0].cancel()
+    (known,) = pair.prefill.transfer._pairs.values()
+    assert sender._link and counts[0] >= sender._link.depth and counts[1] == 1
+    known.failed(sender._link, "broken on purpose")
+    assert known.frame_bytes(sender._link) == least
     await pair.settle()
 
 

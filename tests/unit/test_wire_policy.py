@@ -12,7 +12,14 @@ from baton.engine.transfer.plan import RAW
 from baton.step_totals import StepTotals
 from baton.v1 import common_pb2
 from prefill_service.encoding import Encoding
-from prefill_service.wire_policy import RATE_LIFE_S, Busy, Forecast, Rates, worth_encoding
+from prefill_service.wire_policy import (
+    RATE_LIFE_S,
+    Busy,
+    Forecast,
+    Rates,
+    frame_bytes,
+    worth_encoding,
+)
 
 MB = 1_000_000
 
@@ -43,6 +50,28 @@ def test_rates_are_smoothed_and_forgotten() -> None:
     rates.saw("x", 200, 0.0, 2.0)  # tells nothing
     assert rates.get("x", 2.0) == pytest.approx(130) and rates.get("y", 2.0) is None
     assert rates.get("x", 1.0 + RATE_LIFE_S) and rates.get("x", 1.1 + RATE_LIFE_S) is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (None, 1 << 20),  # not measured: as if slow
+        (MB, 1 << 20),  # a second, in which no deadline passes
+        (10 * MB, 2_500_000),  # a quarter of a second
+        (1000 * MB, 32 << 20),  # what the transport allows
+    ],
+)
+def test_frames_are_as_long_as_their_link_is_fast(rate: float | None, expected: int) -> None:
+    assert frame_bytes(32 << 20, rate) == expected
+    assert frame_bytes(4096, rate) == 4096
+
+
+def test_what_a_link_carried_before_it_failed_counts_no_more() -> None:
+    rates = Rates()
+    rates.saw("x", 100, 1.0, 0.0)
+    rates.forget("x")
+    rates.forget("y")
+    assert rates.get("x", 0.0) is None
 
 
 def test_a_link_is_busy_while_anything_is_on_its_way() -> None:
