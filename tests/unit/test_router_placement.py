@@ -307,7 +307,7 @@ def test_a_hand_off_is_priced_in_the_bytes_that_it_ships() -> None:
 
 def test_what_a_policy_leaves_of_a_prompt_is_sent_after_the_first_token() -> None:
     predictor, p, d = Predictor(), prefill(chunk_size=64), decode()
-    for sent in (10_000, 100_000):
+    for sent in (10_000, 10_000, 100_000):
         predictor.saw_transfer(p.record, d.record, "", sent, sent / 1e6)
     cost = plan(p, d, facts=RequestFacts(1000, 50, 1), predictor=predictor).cost
     assert cost.transfer_bytes == 128 * 1000 and cost.transfer_s == pytest.approx(
