@@ -3,9 +3,9 @@
 Each router writes its own totals, absolute ones, so that a lost or repeated write does no harm,
 under a lease: what a dead router had promised is forgotten. A decision is confirmed by writing it
 and reading what the others wrote before it, in one atomic call: of two routers that choose the
-same worker at once, the later one sees the earlier one's load and chooses again. Without Redis a
-router goes on with its own counts. Keys are strings, worker ids mostly; what is counted is the
-caller's.
+same worker at once, the later one sees the earlier one's load and chooses again. A router that was
+the only one a moment ago (REFRESH_S) asks nobody. Without Redis a router goes on with its own
+counts. Keys are strings, worker ids mostly; what is counted is the caller's.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from baton.cluster.redis_link import RedisLink
 CONFIRM_TIMEOUT_S = 0.015
 LEASE_S = 3.0
 REFRESH_S = 0.2
-# What has ended is told together with what else is wanted, after this time at the latest.
-TELL_S = 0.01
+# What has ended is told at once, but not within this time after a call: then it waits for the next.
+PAUSE_S = 0.02
 
 # KEYS: own totals, set of routers. ARGV: own id, prefix of the totals' keys, lease ms, number of
 # fields, field and value …, then the fields to read (none: all of the others' and own anew).
-# Lines "FIELD REQUESTS TOKENS", one for each other router that has any.
+# Lines "FIELD REQUESTS TOKENS", one for each other router that has any; of all, "# 1 0" for each.
 _SHARE = """
 local me, prefix, found = ARGV[1], ARGV[2], {}
 local last = 4 + 2 * ARGV[4]
@@ -45,7 +45,8 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[2])) do
     local fields = redis.call('HGETALL', prefix .. id)
     if #fields == 0 then redis.call('SREM', KEYS[2], id) end
     for at = 1, #fields, 2 do
-      if fields[at] ~= '#' then found[#found + 1] = fields[at] .. ' ' .. fields[at + 1] end
+      local load = fields[at] == '#' and '1 0' or fields[at + 1]
+      found[#found + 1] = fields[at] .. ' ' .. load
     end
   end
 end
@@ -67,6 +68,7 @@ class Load(NamedTuple):
 
 
 NOTHING = Load()
+ROUTERS = "#"
 
 
 @dataclass
@@ -97,11 +99,18 @@ class LoadLedger:
         self._changed: set[str] = set()
         self._questions: list[_Question] = []
         self._wanted = asyncio.Event()
-        self._ended: asyncio.TimerHandle | None = None
+        self._called_at = 0.0
+        self._waking: asyncio.TimerHandle | None = None
+        self._alone = False
         self._heard_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
     # --- counts, without I/O ----------------------------------------------------------------
+
+    @property
+    def num_others(self) -> int:
+        """Other routers, as of the last refresh."""
+        return self._others.get(ROUTERS, NOTHING).requests
 
     def load(self, key: str) -> Load:
         """Own load, and what is known of the other routers'."""
@@ -115,8 +124,9 @@ class LoadLedger:
         """Claims that were added."""
         for key, claim in claims.items():
             self._set(key, self._own[key].minus(claim))
-        if self._task is not None and self._ended is None:
-            self._ended = asyncio.get_running_loop().call_later(TELL_S, self._wanted.set)
+        if self._task is not None and self._waking is None and not self._alone:
+            loop = asyncio.get_running_loop()
+            self._waking = loop.call_at(self._called_at + PAUSE_S, self._wanted.set)
 
     def _set(self, key: str, load: Load) -> None:
         self._own[key] = load
@@ -139,7 +149,7 @@ class LoadLedger:
         without awaiting anything in between. False when another router has given these keys more
         than `load` knew: remove the claims and choose again. True also without Redis, and when
         its answer takes too long."""
-        if self._task is None or self._link is None or not self._link.healthy:
+        if self._task is None or self._link is None or self._alone or not self._link.healthy:
             return True
         question = _Question(list(keys))
         seen = {key: self._others.get(key, NOTHING).requests for key in question.keys}
@@ -174,9 +184,9 @@ class LoadLedger:
                 async with asyncio.timeout_at(refresh_at):
                     await self._wanted.wait()
             self._wanted.clear()
-            if self._ended is not None:
-                self._ended.cancel()
-                self._ended = None
+            if self._waking is not None:
+                self._waking.cancel()
+                self._waking = None
             questions, self._questions = self._questions, []
             refresh = loop.time() >= refresh_at
             if refresh:
@@ -194,6 +204,7 @@ class LoadLedger:
     async def _round(self, keys: list[str], refresh: bool) -> None:
         if not refresh and not keys:
             keys = list(self._changed)
+        self._called_at = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, set()
         told = set(self._own) if refresh else changed
         if not refresh and not told:
@@ -201,7 +212,7 @@ class LoadLedger:
         found = await self._call(told, keys)
         fresh = _parse(found)
         if refresh:
-            self._others = fresh
+            self._others, self._alone = fresh, ROUTERS not in fresh
         else:
             self._others.update({key: fresh.get(key, NOTHING) for key in keys})
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton.cluster.load_ledger import NOTHING
 from baton.store import StoredModel
 from tests.support.cluster import COMPLETIONS, Cluster, Router, running_cluster, running_router
 from tests.support.redis import eventually
@@ -36,11 +37,17 @@ async def test_what_one_router_has_sent_somewhere_the_other_sends_there_too(
 ) -> None:
     first = cluster.router
     async with running_router(cluster, **PREFIX) as second:
+        ledgers = [router.gateway.shared.ledger for router in (first, second)]
+        await eventually(lambda: all(ledger.num_others == 1 for ledger in ledgers))
+        names = [worker.settings.worker_id for worker in cluster.workers]
         for number in range(6):
             router, other = (first, second) if number % 2 else (second, first)
             prompt = f"{number} {PROMPT}"
             went = await choice(router, prompt)
             assert went["cached_tokens"] == 0
+            await eventually(
+                lambda: all(ledger.load(name) == NOTHING for ledger in ledgers for name in names)
+            )
             again = await choice(other, prompt)
             assert (again["prefill"], again["decode"]) == (went["prefill"], went["decode"])
             assert again["cached_tokens"] > 0

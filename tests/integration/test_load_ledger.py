@@ -27,6 +27,8 @@ async def start(redis_server: tuple[EmbeddedRedis, str]) -> AsyncIterator[Start]
         ledger = LoadLedger(link, confirm_timeout_s=5.0)
         await ledger.start()
         started.append((ledger, link))
+        for known, _ in started:
+            await eventually(lambda known=known: known.num_others == len(started) - 1)  # type: ignore[misc]
         return ledger
 
     yield make
@@ -59,6 +61,26 @@ async def test_the_later_of_two_routers_that_choose_one_worker_chooses_again(
     assert later.load("decode-0") == ONE  # and now it knows
     later.add({"decode-1": ONE})
     assert await later.confirm(["decode-1"])
+
+
+async def test_a_router_alone_asks_nobody_and_asks_when_another_one_comes(start: Start) -> None:
+    def asks(ledger: LoadLedger) -> bool:
+        """Whether it waits for an answer."""
+        asking = ledger.confirm(["decode-0"])
+        try:
+            asking.send(None)
+        except StopIteration as told:
+            assert told.value is True
+            return False
+        asking.close()
+        return True
+
+    ours = await start()
+    await eventually(lambda: not asks(ours))
+    theirs = await start()
+    assert asks(ours) and asks(theirs)
+    await theirs.stop()
+    await eventually(lambda: not asks(ours))
 
 
 async def test_routers_that_choose_at_once_do_not_herd(start: Start) -> None:
