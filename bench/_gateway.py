@@ -9,7 +9,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -67,8 +66,8 @@ async def _compare(
         process("-m", "router", *router_flags(ports[0], redis_url)) as gateway,
         process(str(PEER), "floor", prefill, decode, str(ports[1])) as floor,
     ):
-        for port in ports:
-            await until_ready(port)
+        await until_ready(ports[0])
+        await until_ready(ports[1], "/openapi.json")
         costs: dict[int, list[float]] = {port: [] for port in ports}
         for _ in range(3):  # in turn, so that a busy machine slows both alike
             for port, child in zip(ports, (gateway, floor), strict=True):
@@ -162,15 +161,23 @@ def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
         child.wait()
 
 
-async def until_ready(port: int) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            return await _request(port, [1, 2, 3])
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(0.1)
+async def until_ready(port: int, path: str = "/health/ready") -> None:
+    """Until the path is there. Raises TimeoutError."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not await _is_there(port, path):  # noqa: ASYNC110 (another process has no event)
+            await asyncio.sleep(0.1)
+
+
+async def _is_there(port: int, path: str) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % path.encode())
+        return b" 200 " in (await reader.read(-1))[:20]
+    finally:
+        writer.close()
 
 
 def free_port() -> int:
