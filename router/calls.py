@@ -121,10 +121,8 @@ class WorkerCall:
         self.ahead().add_done_callback(lambda _: self._end())
 
     def _end(self) -> None:
-        if self._over:
-            self._call.add_done_callback(
-                _ended
-            )  # holds it until then: gRPC cancels what nobody does
+        if self._over:  # kept until then: gRPC cancels a call that nobody holds
+            self._call.add_done_callback(_ended)
         else:
             self._call.cancel()
 

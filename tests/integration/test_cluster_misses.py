@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +18,7 @@ from baton.cluster.workers import Role
 from baton.engine.transfer.base import HandoffLost
 from baton.store import StoredModel
 from decode_service.inbox import Inbox
+from decode_service.reservations import Reservations
 from prefill_service.worker import PrefillWorker
 from router.generation import Generation
 from tests.integration.test_cluster_ledger import body, ledger_of, prompt, slow_down
@@ -154,17 +156,27 @@ async def test_a_slow_transfer_is_named(
 async def test_a_full_decode_batch_is_named(
     tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes 50 ms longer for each sequence beside the first."""
+    """A step takes 50 ms longer for each sequence beside the first. The crowd decodes together: its
+    first step waits until all have landed, or the first might end before the others come."""
     async with running_cluster(tiny_chat, router={"decode_prefills": "never"}) as running:
         runner = running.decodes[0].parts.engine._runner
-        run = runner.run
+        run, commit, landed = runner.run, Reservations.commit, threading.Semaphore(0)
+
+        def counted(*landing: Any) -> None:
+            commit(*landing)
+            landed.release()
 
         def crowded(batch: Any) -> Any:
+            while missing and landed.acquire(timeout=10):
+                missing.pop()
             time.sleep(0.05 * (len(batch.items) - 1))
             return run(batch)
 
+        monkeypatch.setattr(Reservations, "commit", counted)
         monkeypatch.setattr(runner, "run", crowded)
+        missing = ["alone"]
         await ask(running, "alone", body(prompt(random.Random(10), 40)), LATE_TOKENS)
+        missing += ["crowd"] * 3
         asked = [body(prompt(random.Random(11 + n), 40), max_tokens=12) for n in range(3)]
         crowd = [ask(running, f"crowd-{n}", each, LATE_TOKENS) for n, each in enumerate(asked)]
         for ledger in await asyncio.gather(*crowd):

@@ -37,6 +37,10 @@ async def test_what_one_router_has_sent_somewhere_the_other_sends_there_too(
 ) -> None:
     first = cluster.router
     async with running_router(cluster, **PREFIX) as second:
+        for router in (first, second):
+            index = router.gateway.shared.index
+            assert index is not None
+            index._lookup_timeout_s = 2.0  # a busy machine must not decide
         ledgers = [router.gateway.shared.ledger for router in (first, second)]
         await eventually(lambda: all(ledger.num_others == 1 for ledger in ledgers))
         names = [worker.settings.worker_id for worker in cluster.workers]
