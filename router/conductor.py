@@ -12,13 +12,10 @@ import asyncio
 import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from baton.cluster.errors import WorkerUnavailable
-from baton.cluster.prefix_index import PrefixIndex, PrefixMatches
 from baton.cluster.settings import RouterSettings
-from baton.cluster.workers import Role, WorkerRecord
 from baton.v1 import common_pb2, decode_pb2
 from router.admission import Admission, QueueTimeout, Slot
 from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFull
@@ -29,12 +26,11 @@ from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
 from router.notes import timed
 from router.placement import NoRoom, NoWorker, Plan
-from router.planner import NOTHING_CACHED, Planner
+from router.planner import Planner
+from router.selection import Selection
 
 MAX_ATTEMPTS = 3
 MAX_OUTRUN = 2
-# A suspect is back after a heartbeat: a request that lost its only worker waits that long.
-REVIVAL_S = 2.0
 # A hand-off fails on both sides when decode is lost; the two see it that much apart.
 BLAME_S = 1.0
 # Decode's closing statistics come with its last tokens; nobody waits longer for them.
@@ -47,25 +43,23 @@ class Outrun(Exception):
 
 @dataclass
 class Conductor:
-    """`fingerprint` names the model: workers of another one are never asked."""
+    """`selection` is of one model."""
 
-    fingerprint: str
+    selection: Selection
     planner: Planner
     workers: Workers
     dialer: Dialer
     admission: Admission
     metrics: RouterMetrics
     settings: RouterSettings
-    index: PrefixIndex | None = None
 
     async def run(self, job: Job, output: Output) -> Served:
         """Serves a job to its end. Raises BatonError when it cannot."""
         served, waiting = Served(), job.trail.begin("admission", time.monotonic())
-        leg, workers = Leg.whole(job), self._candidates(set())
+        leg = Leg.whole(job)
         if job.targets.reject:
-            matches = await self._lookup(leg, workers)
-            self.planner.refuse_if_late(leg.facts, workers, self.admission.work_s, matches)
-        claim = self.planner.claim(leg.facts, workers, job)
+            await self.selection.refuse_if_late(leg, self.admission.work_s)
+        claim = self.planner.claim(leg.facts, self.selection.candidates(), job)
         try:
             async with self.admission.slot(job.latest_turn, claim) as slot:
                 waiting.end = time.monotonic()
@@ -82,7 +76,7 @@ class Conductor:
             began_at = time.monotonic()
             try:
                 with timed(trail, "placement"):
-                    plan = await self._choose(leg, full, served)
+                    plan = await self.selection.choose(leg, full, served)
             except (NoWorker, NoRoom) as error:
                 if isinstance(error, NoWorker) and not full:
                     if leg.output_token_ids:
@@ -200,14 +194,7 @@ class Conductor:
             return None
         if isinstance(fault, WorkerContradiction):
             return None
-        avoid = {failure.worker.worker_id for failure in (*leg.failures, fault)}
-        for record in self.workers.snapshot():
-            if record.role is Role.DECODE and record.worker_id != decode.worker.worker_id:
-                avoid.add(record.worker_id)
-        try:
-            return self._plan(leg, avoid, NOTHING_CACHED, split=True)
-        except (NoWorker, NoRoom):
-            return None
+        return self.selection.take_over(leg, fault.worker, decode.worker)
 
     async def _follow_prefill(
         self,
@@ -339,61 +326,11 @@ class Conductor:
         # Zero after a hand-off: prefill's own hits, noted before, are the true ones.
         served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
 
-    async def _choose(self, leg: Leg, full: set[str], served: Served) -> Plan:
-        workers = self._candidates(full)
-        matches = await self._lookup(leg, workers)
-        plan = await self._find(leg, full, matches)
-        if served.plan is None:
-            served.plan = plan
-            leg.job.trail.num_known_tokens = max(map(matches.held_tokens, workers), default=0)
-            if leg.job.explain:
-                candidates = self._candidates(full)
-                served.alternatives = self.planner.alternatives(leg.facts, candidates, matches)
-        return plan
-
-    async def _lookup(self, leg: Leg, workers: Sequence[WorkerRecord]) -> PrefixMatches:
-        return await self.index.lookup(leg.blocks, workers) if self.index else PrefixMatches()
-
     async def _confirm(self, leg: Leg, hold: Hold, served: Served) -> None:
         """Raises Outrun when another router has just loaded the same workers, but not for ever."""
-        with timed(leg.job.trail, "placement"), self._expecting(leg, hold.plan):
+        with timed(leg.job.trail, "placement"), self.selection.expecting(leg, hold.plan):
             if served.outrun < MAX_OUTRUN and not await hold.confirmed():
                 raise Outrun
-
-    def _expecting(self, leg: Leg, plan: Plan) -> AbstractContextManager[None]:
-        """Who asks where the prompt will be cached is told so from now on."""
-        if self.index is None:
-            return nullcontext()
-        decode = None if leg.ships_less and plan.prefill else plan.decode
-        return self.index.expecting(leg.blocks, [w for w in (plan.prefill, decode) if w])
-
-    async def _find(self, leg: Leg, full: set[str], matches: PrefixMatches) -> Plan:
-        """Workers not yet found full; after a failure other ones, or a revived one. A router that
-        was stopped for a while suspects everybody until the next heartbeats."""
-        failed = {failure.worker.worker_id for failure in leg.failures}
-        try:
-            return self._plan(leg, full | failed, matches)
-        except NoWorker:
-            if not failed and not self.workers.doubted:
-                raise
-        give_up_at = time.monotonic() + REVIVAL_S
-        while True:
-            try:
-                return self._plan(leg, full, matches)
-            except NoWorker:
-                if full or (left := give_up_at - time.monotonic()) <= 0:
-                    raise
-            await self.workers.wait_changed(left)
-
-    def _plan(self, leg: Leg, avoid: set[str], matches: PrefixMatches, split: bool = False) -> Plan:
-        return self.planner.plan(leg.facts, self._candidates(avoid), matches, split)
-
-    def _candidates(self, avoid: set[str]) -> list[WorkerRecord]:
-        return [
-            worker
-            for worker in self.workers.snapshot()
-            if worker.worker_id not in avoid and worker.layout.fingerprint == self.fingerprint
-        ]
 
     def _give_up_or_retry(self, leg: Leg, fault: WorkerFault) -> None:
         """Raises the failure of a leg when it was one too many."""

@@ -26,6 +26,7 @@ from router.openai.errors import unavailable
 from router.openai.prepare import Limits, limits_of
 from router.placement import POLICIES, Rules
 from router.planner import Planner
+from router.selection import Selection
 from router.shared import Shared
 from router.targets import DefaultTargets
 from router.text import TextModel
@@ -116,14 +117,15 @@ class Gateway:
             on_loaded(error)
             return
         self._conductor = Conductor(
-            fingerprint=self.model.fingerprint,
+            selection=Selection(
+                self.model.fingerprint, self.planner, self.directory, self.shared.index
+            ),
             planner=self.planner,
             workers=self.directory,
             dialer=Dialer(self.channels),
             admission=self.admission,
             metrics=self.metrics,
             settings=self.settings,
-            index=self.shared.index,
         )
         on_loaded(None)
 

@@ -117,6 +117,11 @@ class Leg:
         return Leg(self.job, (choice,), sampling, tuple(token_ids), failures, room_by)
 
     @property
+    def lost(self) -> list[WorkerRecord]:
+        """Workers that failed it."""
+        return [failure.worker for failure in self.failures]
+
+    @property
     def facts(self) -> RequestFacts:
         done = len(self.output_token_ids)
         num_prompt_tokens = len(self.job.prompt_token_ids) + done
