@@ -94,6 +94,26 @@ def test_transfer_is_split_into_exposed_and_overlapped() -> None:
     assert (transfer["bytes"], transfer["blocks"], transfer["transports"]) == (1000, 5, ["shm"])
 
 
+def test_a_transfer_ends_where_decode_takes_it_up_however_late_its_sender_hears_of_that() -> None:
+    """A prefill worker that got the processor late told of a transfer after the first decode
+    step: the wait between two steps was called transfer."""
+    ledger = Ledger("req-1", "chat", started=0.9, started_at=1.7e9, answer_id="chatcmpl-1")
+    trail = ledger.trail()
+    prefill = trail.call("prefill-0", "prefill", 1.0, attempt=1)
+    prefill.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
+    prefill.step(step(1.3, 1.5, 10, 74), 1.51)
+    prefill.span("kv_transfer", 1.5 + SKEW, 1.7 + SKEW)
+    decode = trail.call("decode-0", "decode", 1.0, attempt=1)
+    decode.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
+    decode.span("decode_admit", 1.6 + SKEW, 1.62 + SKEW)
+    decode.step(step(1.62, 1.66, 1, 75), 1.69)
+    decode.step(step(1.68, 1.72, 1, 76), 1.73)
+    ledger.end(200, 1.75)
+    names = [phase.name for phase in ledger.phases if phase.name in ("kv_transfer", "decode_wait")]
+    assert names == ["kv_transfer", "decode_wait"]
+    assert ledger.timing()["transfer"]["total_ms"] == pytest.approx(100, abs=0.01)
+
+
 def test_steps_carry_batch_and_context() -> None:
     phases = served().timing()["phases"]
     decode = [p for p in phases if p["name"] == "decode_step" and not p["overlapped"]]

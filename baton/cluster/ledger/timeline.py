@@ -5,6 +5,7 @@ was lost; computing before moving KV, moving KV before queues. So "exposed" KV t
 what neither computing nor the router's own work hides.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 from baton.cluster.ledger.tiling import Span
@@ -60,6 +61,7 @@ ORDER = (
 
 _WAITS = {"recompute": "preempted", "prefill": "prefill_queue"}
 """What the time before a step was, by what the step did."""
+_TAKEN_UP = ("decode_admit", "first_decode_step")
 
 
 def spans_of(trails: Iterable[Trail]) -> Iterator[Span]:
@@ -68,8 +70,22 @@ def spans_of(trails: Iterable[Trail]) -> Iterator[Span]:
             name = noted.name
             yield Span(name, "router", noted.start, noted.end, RANKS[name], noted.detail)
         yield from _deliveries(trail)
-        for call in trail.calls:
-            yield from _call(call)
+        yield from _calls(trail.calls)
+
+
+def _calls(calls: Iterable[CallTrail]) -> Iterator[Span]:
+    """A transfer has ended where decode takes up what it brought, however late its sender hears
+    of that: between two steps, what a request waits for is not its transfer."""
+    aligned = [(call, list(_call(call))) for call in calls]
+    taken_up: dict[int, float] = {}
+    for call, spans in aligned:
+        start = min((s.start for s in spans if s.name in _TAKEN_UP), default=-math.inf)
+        taken_up[call.attempt] = max(start, taken_up.get(call.attempt, start))
+    for call, spans in aligned:
+        for span in spans:
+            if span.name == "kv_transfer" and span.start < taken_up[call.attempt]:
+                span.end = min(span.end, taken_up[call.attempt])
+            yield span
 
 
 def _deliveries(trail: Trail) -> Iterator[Span]:
