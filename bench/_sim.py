@@ -3,6 +3,7 @@
 Only the workers are simulated: prefill by earliest deadline with preemption between chunks and a
 prefix cache of least recently used blocks, decode by continuous batching with mixed batches.
 Service times are injected (`Speed`), with noise; the predictor learns them as it would in life.
+Where workers share cores, those of one core that compute at the same time get equal parts of it.
 """
 
 import heapq
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from baton.cluster.load_ledger import Load, LoadLedger
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord
 from baton.step_totals import StepTotals, chunk_attention
+from router.company import Company, Stay
 from router.fair_queue import PATIENCE_S, FairQueue, Ticket
 from router.placement import POLICIES, Candidate, NoRoom, Plan, RequestFacts, Rules, place
 from router.predictor import Predictor
@@ -66,6 +68,40 @@ SPEEDS = {
 }
 
 
+class Core:
+    """Steps that are being computed at the same time, by what is left of each."""
+
+    def __init__(self) -> None:
+        self._left: dict[Callable[[], None], float] = {}
+        self._since = 0.0
+        self._turn = 0
+
+    def start(self, now: float, seconds: float, done: Callable[[], None]) -> None:
+        self._advance(now)
+        self._left[done] = seconds
+
+    def next(self) -> tuple[float, int] | None:
+        """When a step will end if nothing else begins, and the turn that this holds for."""
+        self._turn += 1
+        if not self._left:
+            return None
+        return self._since + min(self._left.values()) * len(self._left), self._turn
+
+    def ended(self, now: float, turn: int) -> Callable[[], None] | None:
+        """What is to be done then; None when the turn has passed."""
+        if turn != self._turn:
+            return None
+        self._advance(now)
+        done = min(self._left, key=self._left.__getitem__)
+        del self._left[done]
+        return done
+
+    def _advance(self, now: float) -> None:
+        for done in self._left:
+            self._left[done] -= (now - self._since) / len(self._left)
+        self._since = now
+
+
 @dataclass(eq=False)
 class Request:
     arrival: Arrival
@@ -78,6 +114,7 @@ class Request:
     ended_at: float = math.inf
     due_at: float = math.inf
     claims: dict[str, Load] = field(default_factory=dict)
+    stay: Stay | None = None
     steps: StepTotals = field(default_factory=StepTotals)
     decode_steps: StepTotals = field(default_factory=StepTotals)
 
@@ -94,6 +131,7 @@ class Worker:
     def __init__(self, record: WorkerRecord, speed: Speed, cache_blocks: int) -> None:
         self.record = record
         self.speed = speed
+        self.core = Core()
         self.prompts: list[Request] = []
         self.decoding: list[Request] = []
         self.busy = False
@@ -153,6 +191,8 @@ class Simulation:
         self._block_tokens = block_tokens
         self._rng = random.Random(seed)
         self._loads = LoadLedger()
+        self._company = Company()
+        self._company.saw([worker.record for worker in workers])
         self._queue = FairQueue()
         self._tickets: dict[Ticket, Request] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -218,11 +258,14 @@ class Simulation:
         for block in arrival.blocks:
             worker.coming[block] = worker.coming.get(block, 0) + 1
         worker.prompts.append(request)
+        request.stay = self._company.stay(first.worker_id, self._now)
         self._wake(worker)
 
     def _candidate(self, worker: Worker, request: Request) -> Candidate:
         record = worker.record
         requests, tokens = self._loads.load(record.worker_id)
+        on_prefill = record.role is Role.PREFILL
+        worker_id, company = record.worker_id, self._company
         return Candidate(
             record,
             requests,
@@ -231,6 +274,7 @@ class Simulation:
             cached_tokens=worker.cached_tokens(request, self._block_tokens, expected=True),
             prefilling=self._loads.load(f"{record.worker_id}/prefill"),
             tightest_tpot_s=self._targets.tpot_s if requests else math.inf,
+            company=company.now(worker_id) if on_prefill else company.ahead(worker_id, self._now),
         )
 
     def _claim(self, request: Request, plan: Plan) -> None:
@@ -260,8 +304,26 @@ class Simulation:
                 request.uncached = request.arrival.input_tokens - cached
         worker.busy = True
         work, chunks, decoding = worker.batch()
-        totals = worker.speed.step(work, self._rng)
-        self._at(self._now + totals.seconds, lambda: self._end(worker, totals, chunks, decoding))
+        began_at = self._now
+        seconds = worker.speed.step(work, self._rng).seconds
+
+        def end() -> None:
+            totals = replace(work, seconds=self._now - began_at)
+            self._end(worker, totals, chunks, decoding)
+
+        worker.core.start(self._now, seconds, end)
+        self._next(worker.core)
+
+    def _next(self, core: Core) -> None:
+        if (found := core.next()) is not None:
+            at_s, turn = found
+            self._at(at_s, lambda: self._computed(core, turn))
+
+    def _computed(self, core: Core, turn: int) -> None:
+        done = core.ended(self._now, turn)
+        if done is not None:
+            self._next(core)
+            done()
 
     def _end(
         self,
@@ -294,7 +356,9 @@ class Simulation:
             if not worker.coming[block]:
                 del worker.coming[block]
         request.first_at, request.emitted = self._now, 1
-        self.predictor.saw_steps(worker.record, request.steps)
+        assert request.stay is not None
+        company = request.stay.end(self._now)
+        self.predictor.saw_steps(worker.record, request.steps, company)
         plan = request.plan
         assert plan is not None
         if plan.prefill is None or plan.decode is None:
@@ -316,26 +380,39 @@ class Simulation:
             return
         worker.keep(request)
         worker.decoding.append(request)
+        request.stay = self._company.stay(worker.record.worker_id, self._now)
         self._wake(worker)
 
     def _finish(self, request: Request, worker: Worker) -> None:
         request.ended_at = self._now
         self.predictor.saw_output(request.arrival.output_tokens)
+        assert request.stay is not None
+        company = request.stay.end(self._now)
         if request.decode_steps.steps:
-            self.predictor.saw_steps(worker.record, request.decode_steps)
+            self.predictor.saw_steps(worker.record, request.decode_steps, company)
         self._unclaim(request, list(request.claims))
 
 
 def make_workers(
-    prefills: int, decodes: int, speed: Speed, cache_blocks: int, seed: int = 0
+    prefills: int,
+    decodes: int,
+    speed: Speed,
+    cache_blocks: int,
+    seed: int = 0,
+    cores: int | None = None,
 ) -> list[Worker]:
-    """Equal workers that have measured themselves, with noise."""
+    """Equal workers that have measured themselves, with noise; they take turns on `cores` where
+    those are fewer."""
     roles = [Role.PREFILL] * prefills + [Role.DECODE] * decodes
+    cores = cores or len(roles)
     rng = random.Random(seed)
-    return [
-        Worker(_record(role, number, _profile(speed, rng)), speed, cache_blocks)
+    workers = [
+        Worker(_record(role, number, _profile(speed, rng), cores), speed, cache_blocks)
         for number, role in enumerate(roles)
     ]
+    for number, worker in enumerate(workers):
+        worker.core = workers[number % cores].core
+    return workers
 
 
 def _profile(speed: Speed, rng: random.Random) -> tuple[StepTotals, ...]:
@@ -345,12 +422,13 @@ def _profile(speed: Speed, rng: random.Random) -> tuple[StepTotals, ...]:
     return tuple(speed.step(totals, rng) for totals in work)
 
 
-def _record(role: Role, number: int, profile: tuple[StepTotals, ...]) -> WorkerRecord:
+def _record(role: Role, number: int, profile: tuple[StepTotals, ...], cores: int) -> WorkerRecord:
     return WorkerRecord(
         worker_id=f"{role}-{number}",
         incarnation="1",
         role=role,
-        address=f"host-{number}:1",
+        address=f"host:{number}",
+        cores=(number % cores,),
         model="m",
         layout=LAYOUT,
         max_model_len=32_768,

@@ -1,12 +1,13 @@
 """Goodput of the slo policy beside the other policies and one colocated pool, on four workloads.
 
 Two prefill and two decode workers, or four colocated ones, run in virtual time (`_sim.py`) around
-the router's own placement, predictor and queue. Goodput is requests per second that meet both
-targets. Each workload is replayed below, at and above saturation; a ratio is of the goodputs
-summed over the rates, so that no policy can win by one lucky rate.
+the router's own placement, predictor and queue, each on a core of its own or on fewer together.
+Goodput is requests per second that meet both targets. Each workload is replayed below, at and
+above saturation; a ratio is of the goodputs summed over the rates, so that no policy can win by
+one lucky rate.
 
     python bench/slo.py [--quick] [--json FILE] [--traces DIR] [--speed gpu|cpu] [--seed N]
-        [--model NAME [--only-real]]
+        [--cores N] [--model NAME [--only-real]]
 
 DIR holds the public traces azure2023_conv.csv, azure2023_code.csv and
 mooncake_conversation_trace.first5000.jsonl; without it, generated ones with like lengths. Another
@@ -32,6 +33,7 @@ from router.targets import Targets
 # Four times what a lone prompt of 2,048 tokens takes, and six times its decode step.
 TARGETS = {"gpu": Targets(ttft_s=1.0, tpot_s=0.05), "cpu": Targets(ttft_s=3.5, tpot_s=0.15)}
 POLICIES = ("slo", "round_robin", "least_loaded", "prefix", "power_of_two")
+WORKERS = 4
 RATES = (0.7, 0.9, 1.1)
 MOONCAKE_SCALE = 1 / 16
 GENERATED_BLOCK = 64
@@ -99,9 +101,11 @@ def prefix_heavy(_: Path, count: int, seed: int) -> list[Arrival]:
     return arrivals
 
 
-def at_rate(arrivals: list[Arrival], part: float, speed: Speed, block: int) -> list[Arrival]:
-    """Times stretched so that four workers, each of them free to do anything and with every
-    prefix seen before cached, are busy for `part` of the time."""
+def at_rate(
+    arrivals: list[Arrival], part: float, speed: Speed, block: int, cores: int = WORKERS
+) -> list[Arrival]:
+    """Times stretched so that the cores of four workers, each of them free to do anything and with
+    every prefix seen before cached, are busy for `part` of the time."""
     work_s, seen = 0.0, set[int]()
     for arrival in arrivals:
         cached = min(sum(b in seen for b in arrival.blocks) * block, arrival.input_tokens - 1)
@@ -111,17 +115,17 @@ def at_rate(arrivals: list[Arrival], part: float, speed: Speed, block: int) -> l
         token_s = speed.step_s / 24 + speed.sequence_s + speed.context_s * arrival.input_tokens
         work_s += arrival.output_tokens * token_s
     first = arrivals[0].at_s
-    factor = work_s / 4 / part / (arrivals[-1].at_s - first)
+    factor = work_s / cores / part / (arrivals[-1].at_s - first)
     return [replace(a, at_s=(a.at_s - first) * factor) for a in arrivals]
 
 
 def goodput(
-    arrivals: list[Arrival], policy: str, speed: str, block_tokens: int
+    arrivals: list[Arrival], policy: str, speed: str, block_tokens: int, cores: int = WORKERS
 ) -> tuple[float, Simulation]:
     """Requests per second that met both targets."""
     colocated, targets = policy == "colocated", TARGETS[speed]
-    pools = (0, 4) if colocated else (2, 2)
-    workers = make_workers(*pools, SPEEDS[speed], CACHE_TOKENS // block_tokens)
+    pools = (0, WORKERS) if colocated else (2, WORKERS - 2)
+    workers = make_workers(*pools, SPEEDS[speed], CACHE_TOKENS // block_tokens, cores=cores)
     name = "least_loaded" if colocated else policy
     simulation = Simulation(workers, name, targets, Rules("auto"), block_tokens)
     requests = simulation.run(arrivals)
@@ -132,14 +136,14 @@ def goodput(
 
 
 def compare(
-    report: Report, name: str, arrivals: list[Arrival], speed: str, block_tokens: int
+    report: Report, name: str, arrivals: list[Arrival], speed: str, block_tokens: int, cores: int
 ) -> None:
     totals: dict[str, float] = {}
     for part in RATES:
-        load = at_rate(arrivals, part, SPEEDS[speed], block_tokens)
+        load = at_rate(arrivals, part, SPEEDS[speed], block_tokens, cores)
         offered = len(load) / load[-1].at_s
         for policy in (*POLICIES, "colocated"):
-            found, _ = goodput(load, policy, speed, block_tokens)
+            found, _ = goodput(load, policy, speed, block_tokens, cores)
             totals[policy] = totals.get(policy, 0.0) + found
             if policy in ("slo", "colocated"):
                 key = f"slo.attainment.{policy}.{name}.{round(part * 100)}"
@@ -155,6 +159,9 @@ def main() -> None:
     arguments = parser("Goodput of the slo policy against others, in virtual time.")
     arguments.add_argument("--traces", type=Path, metavar="DIR", help="folder of public traces")
     arguments.add_argument("--speed", choices=SPEEDS, default="gpu", help="service times")
+    arguments.add_argument(
+        "--cores", type=int, choices=range(1, WORKERS + 1), default=WORKERS, help="of the workers"
+    )
     arguments.add_argument("--seed", type=int, default=0, help="other workloads of the same kind")
     arguments.add_argument("--model", help="also on real workers with this model")
     arguments.add_argument("--only-real", action="store_true", help="leave virtual time out")
@@ -163,7 +170,8 @@ def main() -> None:
         _check(args.model)
     report = Report("Goodput under latency targets")
     if not args.only_real:
-        _virtual(report, args.traces, args.speed, args.seed, 300 if args.quick else 1200)
+        count = 300 if args.quick else 1200
+        _virtual(report, args.traces, args.speed, args.seed, count, args.cores)
     if args.model:
         arrivals = _quartered(prefix_heavy(Path(), 60 if args.quick else 200, args.seed))
         _slo_real.compare(report, args.model, arrivals, GENERATED_BLOCK // 4)
@@ -178,7 +186,9 @@ def _check(model: str) -> None:
         raise SystemExit(str(error)) from error
 
 
-def _virtual(report: Report, traces: Path | None, speed: str, seed: int, count: int) -> None:
+def _virtual(
+    report: Report, traces: Path | None, speed: str, seed: int, count: int, cores: int
+) -> None:
     recorded = traces is not None
     workloads: dict[str, tuple[Load, int]] = {
         "azure_conv": (azure("conv") if recorded else generated(1155, 211), 64),
@@ -190,9 +200,9 @@ def _virtual(report: Report, traces: Path | None, speed: str, seed: int, count: 
         "prefix": (prefix_heavy, GENERATED_BLOCK),
     }
     for name, (load, block_tokens) in workloads.items():
-        compare(report, name, load(traces or Path(), count, seed), speed, block_tokens)
-    arrivals = at_rate(prefix_heavy(Path(), 250, seed), 0.5, SPEEDS[speed], GENERATED_BLOCK)
-    _, simulation = goodput(arrivals, "slo", speed, GENERATED_BLOCK)
+        compare(report, name, load(traces or Path(), count, seed), speed, block_tokens, cores)
+    arrivals = at_rate(prefix_heavy(Path(), 250, seed), 0.5, SPEEDS[speed], GENERATED_BLOCK, cores)
+    _, simulation = goodput(arrivals, "slo", speed, GENERATED_BLOCK, cores)
     for phase in Phase:
         report.add(f"predictor.mape.{phase}", simulation.predictor.mape(phase) or 0.0, "share")
 

@@ -6,24 +6,33 @@ left open. A worker knows nothing of its neighbours; the router gave them their 
 one router has given out. Pure: the time comes in.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.cluster.workers import WorkerRecord
 
+MEMORY_S = 2.0
+
 
 @dataclass
 class _Work:
-    """`busy_s`: seconds with work, up to `since`."""
+    """`busy_s`: seconds with work, up to `since`; `habit`: the part of the time with work by then,
+    what is `MEMORY_S` old counting 1/e."""
 
     requests: int = 0
     busy_s: float = 0.0
+    habit: float = 0.0
     since: float = 0.0
 
     def change(self, by: int, now: float) -> None:
-        self.busy_s, self.since = self.until(now), now
+        self.busy_s, self.habit, self.since = self.until(now), self.usual(now), now
         self.requests += by
+
+    def usual(self, now: float) -> float:
+        busy = float(self.requests > 0)
+        return busy + (self.habit - busy) * math.exp((self.since - now) / MEMORY_S)
 
     def until(self, now: float) -> float:
         return self.busy_s + (now - self.since if self.requests else 0.0)
@@ -53,6 +62,13 @@ class Company:
         """Engines that have work on each of its cores besides its own, on average."""
         others = self._neighbours.get(worker_id, ())
         return sum(share for name, share in others if self._work[name].requests)
+
+    def ahead(self, worker_id: str, now: float) -> float:
+        """What is to be expected for seconds: half who has work now, half who had it lately. A
+        prompt is short and meets those who are there; an answer outlasts them."""
+        others = self._neighbours.get(worker_id, ())
+        usual = sum(share * self._work[name].usual(now) for name, share in others)
+        return (self.now(worker_id) + usual) / 2
 
     def stay(self, worker_id: str, now: float) -> "Stay":
         """A request has its work there from now on."""

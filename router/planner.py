@@ -6,6 +6,7 @@ holds the promise while an attempt lasts and reports the timings that come back.
 
 import itertools
 import math
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -154,18 +155,20 @@ class Planner:
     def _candidates(
         self, workers: Sequence[WorkerRecord], matches: PrefixMatches
     ) -> list[Candidate]:
-        candidates = []
+        candidates, now = [], time.monotonic()
         for worker in workers:
             load = self._loads.load(worker.worker_id)
             cached = matches.expected_tokens(worker)
-            share, company = self._slow_start.share(worker), self._company.now(worker.worker_id)
+            share = self._slow_start.share(worker)
             if worker.role is Role.PREFILL:
+                company = self._company.now(worker.worker_id)
                 # Its report of free blocks is older than most of its prompts: backlog_s bounds it.
                 candidates.append(
                     Candidate(worker, *load, cached_tokens=cached, share=share, company=company)
                 )
                 continue
             targets = self._tpot_targets.get(worker.worker_id)
+            company = self._company.ahead(worker.worker_id, now)
             candidates.append(
                 Candidate(
                     worker,

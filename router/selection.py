@@ -66,11 +66,12 @@ class Selection:
             return None
 
     def expecting(self, leg: Leg, plan: Plan) -> AbstractContextManager[None]:
-        """Who asks where the prompt will be cached is told so from now on."""
-        if self.index is None:
+        """Who asks where the prompt will be cached is told so from now on: where it is computed. A
+        sibling that went to the decode worker of a pair would be there before the hand-off."""
+        computing = plan.prefill or plan.decode
+        if self.index is None or computing is None:
             return nullcontext()
-        decode = None if leg.ships_less and plan.prefill else plan.decode
-        return self.index.expecting(leg.blocks, [w for w in (plan.prefill, decode) if w])
+        return self.index.expecting(leg.blocks, [computing])
 
     async def _lookup(self, leg: Leg, workers: Sequence[WorkerRecord]) -> PrefixMatches:
         return await self.index.lookup(leg.blocks, workers) if self.index else PrefixMatches()

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 MAX_BLOCK_SIZE = 256
+CHUNK_SIZE = 128
+"""On a CPU longer chunks gain nothing (ADR 0043)."""
 DType = Literal["bfloat16", "float32"]
 KVDType = Literal["auto", "fp8", "int8", "int4"]
 WireCodec = Literal["raw", "fp8", "int8", "int4", "auto"]
@@ -246,7 +248,9 @@ class WorkerSettings(CommonSettings):
     )
     max_num_seqs: Count = option(64, "sequences in one batch", _COUNT)
     max_queue: Count = option(256, "requests that may wait", _COUNT)
-    chunk_size: Count = option(512, "prompt tokens per prefill step", _COUNT)
+    chunk_size: Count | None = option(
+        None, f"tokens per step (default: {CHUNK_SIZE}, or --max-num-seqs if that is more)", _COUNT
+    )
     threads: Count | None = option(None, "compute threads (default: one per core)", _COUNT)
     cores: Cores = option(None, "cores to run on, e.g. 0-1", "a list of cores such as 0-1,3")
     enable_prefix_cache: bool = option(True, "reuse blocks of shared prefixes", _SWITCH)
@@ -272,6 +276,11 @@ class WorkerSettings(CommonSettings):
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError("--max-model-len must leave room for a prompt and one output token.")
         return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most; never fewer than sequences in a batch."""
+        return self.chunk_size or max(CHUNK_SIZE, self.max_num_seqs)
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ def _engine_config(
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len or longest,
-            chunk_size=settings.chunk_size,
+            chunk_size=settings.tokens_per_step,
             max_queue=settings.max_queue,
             enable_prefix_cache=settings.enable_prefix_cache,
             eos_token_ids=model.eos_token_ids,

@@ -1,8 +1,9 @@
 """What a placement is predicted to cost, item by item. Pure arithmetic on predictions.
 
-The first token leaves prefill before its KV cache has landed, so an exposed transfer delays the
-second token, not the first: it is in `tpot_s`. Costs do not depend on targets, and a miss only
-shrinks as targets grow, so that more slack never makes a choice worse.
+The first token leaves prefill before its KV cache has landed, so an exposed transfer, and prompts
+that decode has still to compute by then, delay the second token, not the first: they are in
+`tpot_s`. Costs do not depend on targets, and a miss only shrinks as targets grow, so that more
+slack never makes a choice worse.
 """
 
 from typing import NamedTuple
@@ -15,14 +16,16 @@ HEADROOM = 0.9
 
 
 class Cost(NamedTuple):
-    """Seconds, but for the counts. `others_*`: the time per token of those already on the decode
-    worker, after and before; `harm_s`: what they lose together."""
+    """Seconds, but for the counts. `stall_s`: for prompts that the decode worker still computes
+    when it gets the request. `others_*`: the time per token of those already on the decode worker,
+    after and before; `harm_s`: what they lose together."""
 
     waited_s: float = 0.0
     admit_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    stall_s: float = 0.0
     step_s: float = 0.0
     output_tokens: float = 1.0
     others: int = 0
@@ -42,13 +45,13 @@ class Cost(NamedTuple):
 
     @property
     def tpot_s(self) -> float:
-        return self.step_s + self.transfer_s / max(self.output_tokens - 1, 1)
+        return self.step_s + (self.transfer_s + self.stall_s) / max(self.output_tokens - 1, 1)
 
     @property
     def total_s(self) -> float:
         """Seconds that the request takes, and takes from others: its prefill keeps the next one
         waiting as long as itself."""
-        own = self.ttft_s + self.transfer_s + self.step_s * (self.output_tokens - 1)
+        own = self.ttft_s + self.tpot_s * max(self.output_tokens - 1, 1)
         return own + self.prefill_s + self.harm_s
 
 

@@ -53,7 +53,8 @@ class Candidate(NamedTuple):
     share: float = 1.0
     """Of its capacity: a newcomer gets less."""
     company: float = 0.0
-    """Other engines that have work on each of its cores now."""
+    """Other engines that have work on each of its cores: now, and on decode in the seconds to
+    come."""
 
     @property
     def crowding(self) -> tuple[float, str]:

@@ -134,7 +134,7 @@ class Options:
         before, after = self._pricing.steps_s(decode)
         late = over(after, self.request.targets.tpot_s)
         late += over(after, max(decode.tightest_tpot_s, before)) if before else 0.0
-        harm_s = after + self._pricing.decode_harm_s(decode)
+        harm_s = after + self._pricing.decode_harm_s(decode) + self._pricing.decode_queue_s(decode)
         return late, harm_s, -decode.cached_tokens, decode.requests, decode.record.worker_id
 
     def _plan(self, prefill: Candidate | None, decode: Candidate, cost: Cost) -> Plan:

@@ -34,6 +34,8 @@ class Pricing:
 
     def decode_queue_s(self, decode: Candidate) -> float:
         """Until a decode worker has computed the prompts that it was given."""
+        if not decode.prefilling[0]:
+            return 0.0
         queue_s = self._predictor.backlog_s(decode.record, *decode.prefilling)
         return queue_s * slowed(decode.company)
 
@@ -91,6 +93,15 @@ class Pricing:
             return lost_s
         return lost_s * min(after / decode.tightest_tpot_s, 1.0)
 
+    def stall_s(self, decode: Candidate, after_s: float, step_s: float) -> float:
+        """By which prompts that decode still computes `after_s` from now lengthen its steps: of
+        each, the newcomer gets a token."""
+        queue_s = self.decode_queue_s(decode)
+        if queue_s <= after_s:
+            return 0.0
+        steps_s = step_s * _mixed_steps(decode, decode.prefilling[1])
+        return (queue_s - after_s) * max(1.0 - steps_s / queue_s, 0.0)
+
     def prefill_only(self, prefill: Candidate) -> Cost:
         uncached = self.uncached(prefill)
         return Cost(
@@ -112,14 +123,16 @@ class Pricing:
         # policy drops some of it in the end.
         whole = self.kept(decode.record.layout.block_size) < total
         exposed = missing if whole else min(missing, uncached, prefill.record.chunk_size)
+        queue_s, prefill_s = self.queue_s(prefill), self.prefill_s(prefill)
         return Cost(
             waited_s=self._request.waited_s,
             admit_s=self._predictor.admit_s,
-            queue_s=self.queue_s(prefill),
-            prefill_s=self.prefill_s(prefill),
+            queue_s=queue_s,
+            prefill_s=prefill_s,
             transfer_s=self._predictor.transfer_s(
                 prefill.record, decode.record, exposed * token_bytes
             ),
+            stall_s=self.stall_s(decode, queue_s + prefill_s, after),
             step_s=after,
             output_tokens=self._output,
             others=decode.requests,
@@ -162,8 +175,8 @@ class Pricing:
         )
 
 
-def _mixed_steps(decode: Candidate, uncached: int) -> int:
-    return -(-uncached // max(decode.record.chunk_size - decode.requests, 1))
+def _mixed_steps(decode: Candidate, tokens: int) -> int:
+    return -(-tokens // max(decode.record.chunk_size - decode.requests, 1))
 
 
 def shipped_per_token(prefill: WorkerRecord, decode: WorkerRecord) -> float:

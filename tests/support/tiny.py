@@ -86,7 +86,7 @@ def make_parts(path: Path, settings: WorkerSettings, scheduler_type: type) -> Pa
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len or model_config.max_position_embeddings,
-        chunk_size=settings.chunk_size,
+        chunk_size=settings.tokens_per_step,
         max_queue=settings.max_queue,
         eos_token_ids=model_config.eos_token_ids,
         fingerprint="tiny",

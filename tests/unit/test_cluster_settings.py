@@ -64,7 +64,14 @@ def test_a_role_table_wins_over_shared_keys_and_leaves_other_roles_alone(toml: P
     prefill = PrefillSettings.load(["--config", str(toml)])
     decode = DecodeSettings.load(["--config", str(toml)])
     assert (prefill.model, prefill.max_queue, prefill.chunk_size) == ("shared", 8, 64)
-    assert (decode.max_queue, decode.max_num_seqs, decode.chunk_size) == (7, 3, 512)
+    assert (decode.max_queue, decode.max_num_seqs, decode.chunk_size) == (7, 3, None)
+
+
+def test_a_step_has_room_for_a_token_of_every_sequence_whatever_their_number() -> None:
+    common = ["--model", "m"]
+    assert DecodeSettings.load(common).tokens_per_step == 128
+    assert DecodeSettings.load([*common, "--max-num-seqs", "500"]).tokens_per_step == 500
+    assert DecodeSettings.load([*common, "--chunk-size", "64"]).tokens_per_step == 64
 
 
 def test_an_empty_environment_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,18 @@ def test_a_stay_knows_for_which_part_of_it_others_had_work() -> None:
     assert company.now("a") == company.now("b") == 0.0
 
 
+def test_what_is_ahead_is_half_who_has_work_now_and_half_who_had_it_lately() -> None:
+    company = seen(on("a", 0), on("b", 0))
+    assert company.ahead("a", 100.0) == 0.0
+    stay = company.stay("b", 100.0)
+    assert company.ahead("a", 100.0) == pytest.approx(0.5)
+    assert 0.5 < company.ahead("a", 101.0) < company.ahead("a", 102.0) < 1.0
+    assert company.ahead("a", 130.0) == pytest.approx(1.0, abs=1e-3)
+    stay.end(130.0)
+    assert company.ahead("a", 130.0) == pytest.approx(0.5, abs=1e-3)
+    assert company.ahead("a", 160.0) == pytest.approx(0.0, abs=1e-3)
+
+
 def test_two_requests_of_one_neighbour_are_one_engine() -> None:
     company = seen(on("a", 0), on("b", 0))
     stays = [company.stay("b", 0.0), company.stay("b", 1.0)]

@@ -290,6 +290,16 @@ def test_an_exposed_transfer_is_charged_to_the_pair_that_pays_it() -> None:
     assert 0 < chosen.cost.transfer_s < 0.01
 
 
+def test_prompts_that_decode_still_computes_when_it_gets_a_request_are_charged_to_it() -> None:
+    """Two prompts of 300 tokens are 620 ms in two steps, of 22 ms without them; the request's own
+    prompt takes 110 of them on prefill."""
+    busy, free = decode("busy", prefilling=(2, 600)), decode("free", 2, 200)
+    assert plan(prefill(), busy).cost.stall_s == pytest.approx(0.51 * 576 / 620, rel=0.02)
+    assert plan(prefill(requests=1, tokens=600), busy).cost.stall_s == 0
+    assert plan(prefill(), free).cost.stall_s == 0
+    assert names(plan(prefill(), busy, free))[1] == "free"
+
+
 def test_a_hand_off_is_priced_in_the_bytes_that_it_ships() -> None:
     """Raw bytes of decode's cache made an encoded or a quantized hand-off look twice as long."""
     encoded = prefill(links=(WorkerLink("d:1", "grpc", token_bytes=7),))
