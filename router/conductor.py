@@ -137,6 +137,8 @@ class Conductor:
                 # 3) Decode goes on from there.
                 open_choices = output.generation.unfinished(leg.choices)
                 if decode is not None and reservation is not None and open_choices:
+                    if hold.plan.prefill is not None:
+                        self.selection.landed(leg, decode.worker)
                     await self._follow_decode(leg, decode, reservation, output, served)
             finally:
                 if decode is not None:

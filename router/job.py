@@ -145,6 +145,11 @@ class Leg:
         return PromptBlocks(token_ids, job.cache_salt, job.cache_key, job.kv_policy)
 
     @property
+    def ships_less(self) -> bool:
+        """Whether decode gets a cache that lacks tokens, which nobody can share."""
+        return self.job.kv_policy.compacts(len(self.job.prompt_token_ids))
+
+    @property
     def pins(self) -> list[common_pb2.CachePin]:
         return [
             common_pb2.CachePin(num_tokens=count, ttl_s=ttl_s, tenant=self.job.tenant)

@@ -69,9 +69,16 @@ class Selection:
         """Who asks where the prompt will be cached is told so from now on: where it is computed. A
         sibling that went to the decode worker of a pair would be there before the hand-off."""
         computing = plan.prefill or plan.decode
-        if self.index is None or computing is None:
-            return nullcontext()
-        return self.index.expecting(leg.blocks, [computing])
+        return self._told(leg, computing) if computing else nullcontext()
+
+    def landed(self, leg: Leg, decode: WorkerRecord) -> None:
+        """The hand-off is committed: decode has it too, before it says so itself."""
+        if not leg.ships_less:
+            with self._told(leg, decode):
+                return
+
+    def _told(self, leg: Leg, worker: WorkerRecord) -> AbstractContextManager[None]:
+        return self.index.expecting(leg.blocks, [worker]) if self.index else nullcontext()
 
     async def _lookup(self, leg: Leg, workers: Sequence[WorkerRecord]) -> PrefixMatches:
         return await self.index.lookup(leg.blocks, workers) if self.index else PrefixMatches()

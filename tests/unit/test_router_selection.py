@@ -37,7 +37,17 @@ def test_a_prompt_is_expected_where_it_is_computed_and_not_where_its_cache_is_ha
 ) -> None:
     """A sibling was sent to compute at the decode worker of a pair, as if the prompt were cached
     there, before it had been handed over: it computed everything, beside all who decoded."""
-    index, leg = ToldIndex(), SimpleNamespace(blocks=None)
+    index, leg = ToldIndex(), SimpleNamespace(blocks=None, ships_less=False)
     selection = Selection("f", None, None, index)  # type: ignore[arg-type]
     with selection.expecting(leg, Plan(prefill, decode, Cost())):  # type: ignore[arg-type]
         assert index.told == [where]
+
+
+@pytest.mark.parametrize(("ships_less", "told"), [(False, ["d"]), (True, [])])
+def test_a_cache_that_was_handed_over_counts_at_once_unless_it_lacks_tokens(
+    ships_less: bool, told: list[str]
+) -> None:
+    index, leg = ToldIndex(), SimpleNamespace(blocks=None, ships_less=ships_less)
+    selection = Selection("f", None, None, index)  # type: ignore[arg-type]
+    selection.landed(leg, DECODE)  # type: ignore[arg-type]
+    assert index.told == told
