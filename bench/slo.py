@@ -34,6 +34,7 @@ from router.targets import Targets
 TARGETS = {"gpu": Targets(ttft_s=1.0, tpot_s=0.05), "cpu": Targets(ttft_s=3.5, tpot_s=0.15)}
 POLICIES = ("slo", "round_robin", "least_loaded", "prefix", "power_of_two")
 WORKERS = 4
+REAL_ROUNDS = 3
 RATES = (0.7, 0.9, 1.1)
 MOONCAKE_SCALE = 1 / 16
 GENERATED_BLOCK = 64
@@ -173,8 +174,9 @@ def main() -> None:
         count = 300 if args.quick else 1200
         _virtual(report, args.traces, args.speed, args.seed, count, args.cores)
     if args.model:
-        arrivals = _quartered(prefix_heavy(Path(), 60 if args.quick else 200, args.seed))
-        _slo_real.compare(report, args.model, arrivals, GENERATED_BLOCK // 4)
+        count, rounds = (60, 1) if args.quick else (200, REAL_ROUNDS)
+        loads = [prefix_heavy(Path(), count, args.seed + 100 * n) for n in range(rounds)]
+        _slo_real.compare(report, args.model, list(map(_quartered, loads)), GENERATED_BLOCK // 4)
     report.finish(args.json)
 
 
