@@ -61,6 +61,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             due_at=due_at(request, time.monotonic()),
             pins=pins_from_pb(request.pins),
             prefill_here=request.prefill_here,
+            max_uncached=(
+                request.max_uncached_tokens if request.HasField("max_uncached_tokens") else None
+            ),
         )
 
     def _to_pb(self, event: Event) -> pb.GenerateEvent:

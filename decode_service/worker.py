@@ -35,6 +35,7 @@ class GenerateJob:
     cache_salt: str = ""
     kv_policy: str = ""
     prefill_here: bool = False
+    max_uncached: int | None = None
     output: list[int] = field(default_factory=list)
     choice: int | None = None
     """With `output`: one choice that goes on here."""
@@ -165,8 +166,8 @@ class DecodeWorker:
     async def generate(self, job: GenerateJob) -> AsyncGenerator[Event, None]:
         """Reserved, then Stepped by step, then Done. Closing it gives everything back.
 
-        Raises NoFreeBlocks, QueueFull, Draining, LeaseExpired, EngineFailed, or ValueError when
-        the request can never fit."""
+        Raises NoFreeBlocks, QueueFull, PrefixGone, Draining, LeaseExpired, EngineFailed, or
+        ValueError when the request can never fit."""
         with self._activity.request():
             seq = self._sequence(job)
             tally = _Tally(tuple(range(job.sampling.n)) if job.sampling.beam else seq.choices)
@@ -270,7 +271,7 @@ class DecodeWorker:
         pin_prompt(self._engine.engine, seq, job.pins)
         lease = _Lease(self._lease_s)
         if job.prefill_here:
-            self._engine.engine.add(seq)
+            self._engine.engine.add(seq, job.max_uncached)
             lease.done.set()
             name, secret = secrets.token_hex(16), secrets.token_bytes(16)
             with self._named(name, secret, seq):

@@ -70,8 +70,7 @@ class Conductor:
 
     async def _serve(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
         """Attempts a leg until it is served; what a lost worker leaves behind goes on elsewhere."""
-        full: set[str] = set()
-        trail = leg.job.trail
+        full, trail = leg.full, leg.job.trail
         while True:
             began_at = time.monotonic()
             try:

@@ -14,6 +14,7 @@ from router.calls import WorkerCall
 from router.hold import Hold
 from router.job import Leg
 from router.notes import read_tokens
+from router.placement import Plan
 
 STOP_TIMEOUT_S = 1.0
 
@@ -47,6 +48,7 @@ class Dialer:
             cache_salt=leg.job.cache_salt,
             kv_policy=str(leg.job.kv_policy),
             prefill_here=hold.plan.prefill is None,
+            max_uncached_tokens=max_uncached(leg, hold.plan),
             continuation=leg.continuation,
             deadline_s=leg.first_token_within_s,
             pins=leg.pins,
@@ -99,3 +101,14 @@ class Dialer:
             await stub.StopChoice(request, timeout=STOP_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return  # its further tokens are dropped here; the main call shows any real fault
+
+
+def max_uncached(leg: Leg, plan: Plan) -> int | None:
+    """Of a plan that counts on a cached prefix where somebody else could serve too: a step more
+    than it says, once in a turn."""
+    decode, other = plan.decode, plan.other and plan.other.decode
+    if plan.prefill or not plan.cost.cached_tokens or leg.full or not decode or not other:
+        return None
+    if other.worker_id == decode.worker_id:
+        return None
+    return plan.cost.uncached_tokens + decode.chunk_size

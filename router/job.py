@@ -102,6 +102,8 @@ class Leg:
     failures: list[WorkerFault] = field(default_factory=list)
     room_by: float | None = None
     """Until when it may wait for room (event loop time); None: as long as its job may."""
+    full: set[str] = field(default_factory=set)
+    """Workers that had no room for it in this turn."""
 
     @classmethod
     def whole(cls, job: Job) -> "Leg":

@@ -93,8 +93,9 @@ class Engine(Generic[S]):
         """Calls it in the stepping thread whenever layers have written the KV of a batch."""
         self._runner.on_layers = on_layers
 
-    def add(self, seq: Sequence) -> None:
-        self.apply(lambda: self.scheduler.add(seq))
+    def add(self, seq: Sequence, max_uncached: int | None = None) -> None:
+        """Raises QueueFull, or PrefixGone when more tokens than that were to be computed for it."""
+        self.apply(lambda: self.scheduler.add(seq, max_uncached))
 
     def end(self, group: int, choice: int | None = None) -> int:
         """Ends the live sequences of a request (or of one choice); how many there were."""

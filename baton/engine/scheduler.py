@@ -31,6 +31,11 @@ class QueueFull(Exception):
     """The waiting queue has reached its bound."""
 
 
+class PrefixGone(Exception):
+    """A prompt was sent here for what was cached of it: rather than compute it at length beside
+    those who decode, somebody else is to be asked."""
+
+
 class Scheduler:
     """The shared part: queues, admission of prompts, chunking, abort."""
 
@@ -45,9 +50,11 @@ class Scheduler:
         self.prefill_tokens_cached = 0
         self._in_step: set[int] = set()
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence, max_uncached: int | None = None) -> None:
         if len(self.waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self.waiting)} sequences are waiting, the bound")
+        if max_uncached is not None and (left := self._num_left(seq)) > max_uncached:
+            raise PrefixGone(f"{left} tokens of the prompt are not cached, {max_uncached} may be")
         self.waiting.append(seq)
 
     def has_work(self) -> bool:
@@ -160,6 +167,17 @@ class Scheduler:
                 scheduled.add(seq.seq_id)
                 budget -= self._chunk(seq, batch, budget)
 
+    def _num_left(self, seq: Sequence) -> int:
+        """Tokens of a newcomer that are neither cached nor being computed for another prompt."""
+        size, tokens = self.blocks.block_size, len(seq.token_ids)
+        wanted = seq.full_block_hashes(size, tokens)
+        known = len(self.blocks.reusable_prefix(seq))
+        for other in (*self.waiting, *self.running):
+            if other.num_computed_tokens < other.num_initial_tokens:
+                coming = other.full_block_hashes(size, other.num_initial_tokens)
+                known = max(known, _num_alike(wanted, coming))
+        return max(tokens - known * size, 1)
+
     def _computing_for(self, seq: Sequence, prompts: ListOf[Sequence]) -> Sequence | None:
         """A started prompt that will have computed the next block that `seq` lacks."""
         if not prompts or (missing := self.blocks.next_missing(seq)) is None:
@@ -237,3 +255,8 @@ class Scheduler:
 def _urgency(seq: Sequence) -> tuple[bool, float, int]:
     """What was preempted comes back first, then the earliest deadline, then the first come."""
     return not seq.num_preemptions, seq.due_at, seq.arrival
+
+
+def _num_alike(one: ListOf[bytes], other: ListOf[bytes]) -> int:
+    """Leading blocks that two prompts share: each hash stands for all before it."""
+    return sum(a == b for a, b in zip(one, other, strict=False))

@@ -9,7 +9,7 @@ import grpc
 from baton.cluster.logging import current_request
 from baton.engine.async_engine import EngineFailed
 from baton.engine.block_manager import NoFreeBlocks
-from baton.engine.scheduler import QueueFull
+from baton.engine.scheduler import PrefixGone, QueueFull
 from baton.engine.transfer.base import (
     HandoffDamaged,
     HandoffLost,
@@ -28,6 +28,7 @@ class LeaseExpired(Exception):
 _STATUS: list[tuple[type[Exception], grpc.StatusCode]] = [
     (NoFreeBlocks, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (PrefixGone, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Draining, grpc.StatusCode.UNAVAILABLE),
     (LeaseExpired, grpc.StatusCode.DEADLINE_EXCEEDED),
     (HandoffRefused, grpc.StatusCode.FAILED_PRECONDITION),

@@ -178,6 +178,32 @@ async def test_decode_alone_gives_the_same_tokens_and_says_what_it_computed(
     await pair.settle()
 
 
+async def test_decode_gives_back_a_prompt_whose_cached_beginning_has_gone(pair: Pair) -> None:
+    """An evicted prefix was computed again beside those who decode: a token took them as long as
+    a chunk, and the router had thought better of it."""
+    prompt, sampling = random_prompt(70), sampling_pb(max_tokens=2)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pair.client.serve_on_decode(prompt, sampling, max_uncached=20)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "70 tokens of the prompt are not cached, 20 may be" in (refused.value.details() or "")
+    await pair.settle()
+    await pair.client.serve_on_decode(prompt, sampling)
+    again = await pair.client.serve_on_decode(prompt, sampling, max_uncached=20)
+    assert again.decode_done and again.decode_done.num_cached_tokens == 68
+    await pair.settle()
+
+
+async def test_a_prompt_that_is_being_computed_for_another_counts_as_cached(pair: Pair) -> None:
+    prompt, sampling = random_prompt(70), sampling_pb(max_tokens=2)
+    scheduler = pair.decode.parts.engine.scheduler
+    first = asyncio.create_task(pair.client.serve_on_decode(prompt, sampling))
+    await _until(lambda: scheduler.has_work() or scheduler.prefill_tokens_computed)
+    second = await pair.client.serve_on_decode([*prompt, 7], sampling, max_uncached=20)
+    assert (await first).decode_done and second.decode_done
+    assert scheduler.prefill_tokens_computed == 70 + 3
+    await pair.settle()
+
+
 async def test_sampling_survives_the_split(pair: Pair, llm: LLM) -> None:
     for seed in range(6):
         params = {

@@ -120,11 +120,18 @@ class PairClient:
         return served
 
     async def serve_on_decode(
-        self, prompt: list[int], sampling: common_pb2.SamplingParams
+        self,
+        prompt: list[int],
+        sampling: common_pb2.SamplingParams,
+        max_uncached: int | None = None,
     ) -> Served:
         served = Served()
         request = decode_pb2.GenerateRequest(
-            request_id="r", prompt_token_ids=prompt, sampling=sampling, prefill_here=True
+            request_id="r",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            prefill_here=True,
+            max_uncached_tokens=max_uncached,
         )
         async for event in self.decode.Generate(request, timeout=60):
             if event.HasField("tokens"):
