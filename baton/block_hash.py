@@ -8,6 +8,7 @@ Partly filled blocks have no hash: they belong to one sequence.
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 
 DIGEST_SIZE = 16
@@ -43,3 +44,9 @@ def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list
         parent = hashlib.blake2b(parent + raw[end - stride : end], digest_size=DIGEST_SIZE).digest()
         hashes.append(parent)
     return hashes
+
+
+def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many leading blocks two chains share: after the first difference all differ."""
+    shorter = range(min(len(one), len(other)))
+    return bisect_left(shorter, True, key=lambda place: one[place] != other[place])

@@ -268,10 +268,10 @@ class DecodeWorker:
     ) -> Iterator[tuple[Reserved, _Lease, Reservation | None]]:
         """Room for the request, until the context closes."""
         received_at = time.monotonic()
-        pin_prompt(self._engine.engine, seq, job.pins)
         lease = _Lease(self._lease_s)
         if job.prefill_here:
             self._engine.engine.add(seq, job.max_uncached)
+            pin_prompt(self._engine.engine, seq, job.pins)
             lease.done.set()
             name, secret = secrets.token_hex(16), secrets.token_bytes(16)
             with self._named(name, secret, seq):
@@ -283,6 +283,7 @@ class DecodeWorker:
         held, secret = tuple(range(reservation.num_held)), reservation.secret
         self._activity.transfers.in_flight += 1
         try:
+            pin_prompt(self._engine.engine, seq, job.pins)
             with self._named(reservation.id, secret, seq):
                 reserved = Reserved(reservation.id, secret, held, self._lease_s, received_at)
                 yield reserved, lease, reservation

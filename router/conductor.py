@@ -70,7 +70,7 @@ class Conductor:
 
     async def _serve(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
         """Attempts a leg until it is served; what a lost worker leaves behind goes on elsewhere."""
-        full, trail = leg.full, leg.job.trail
+        full, trail = leg.turn.full, leg.job.trail
         while True:
             began_at = time.monotonic()
             try:
@@ -122,12 +122,13 @@ class Conductor:
         decode: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
         with self.planner.hold(plan, leg.facts) as hold:
-            await self._confirm(leg, hold, served)
             try:
-                # 1) Decode promises room before any compute is spent.
-                if plan.decode is not None:
-                    decode = self.dialer.decode(leg, plan.decode, hold)
-                    reservation = await self._reserve(leg, decode)
+                with self.selection.expecting(leg, plan):
+                    await self._confirm(leg, hold, served)
+                    # 1) Decode promises room before any compute is spent.
+                    if plan.decode is not None:
+                        decode = self.dialer.decode(leg, plan.decode, hold)
+                        reservation = await self._reserve(leg, decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
                 if plan.prefill is not None:
                     await self._prefill(leg, hold, decode, reservation, output, served, slot)
@@ -329,7 +330,7 @@ class Conductor:
 
     async def _confirm(self, leg: Leg, hold: Hold, served: Served) -> None:
         """Raises Outrun when another router has just loaded the same workers, but not for ever."""
-        with timed(leg.job.trail, "placement"), self.selection.expecting(leg, hold.plan):
+        with timed(leg.job.trail, "placement"):
             if served.outrun < MAX_OUTRUN and not await hold.confirmed():
                 raise Outrun
 

@@ -107,8 +107,10 @@ def max_uncached(leg: Leg, plan: Plan) -> int | None:
     """Of a plan that counts on a cached prefix where somebody else could serve too: a step more
     than it says, once in a turn."""
     decode, other = plan.decode, plan.other and plan.other.decode
-    if plan.prefill or not plan.cost.cached_tokens or leg.full or not decode or not other:
+    if leg.turn.full or leg.turn.guessed or plan.prefill or not plan.cost.cached_tokens:
+        return None
+    if decode is None or other is None:
         return None
     if other.worker_id == decode.worker_id:
-        return None
+        return None  # nobody else could
     return plan.cost.uncached_tokens + decode.chunk_size

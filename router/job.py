@@ -102,8 +102,7 @@ class Leg:
     failures: list[WorkerFault] = field(default_factory=list)
     room_by: float | None = None
     """Until when it may wait for room (event loop time); None: as long as its job may."""
-    full: set[str] = field(default_factory=set)
-    """Workers that had no room for it in this turn."""
+    turn: "Turn" = field(default_factory=lambda: Turn())
 
     @classmethod
     def whole(cls, job: Job) -> "Leg":
@@ -173,6 +172,15 @@ class Leg:
         return common_pb2.Continuation(
             choice=self.choices[0], output_token_ids=self.output_token_ids
         )
+
+
+@dataclass
+class Turn:
+    """What a leg has found out since it was let through. `full`: workers that had no room for it;
+    `guessed`: where its prompt is cached is not known, but likely."""
+
+    full: set[str] = field(default_factory=set)
+    guessed: bool = False
 
 
 @dataclass

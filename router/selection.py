@@ -45,6 +45,7 @@ class Selection:
         """Not those found `full`. Raises NoWorker or NoRoom."""
         workers = self.candidates(full)
         matches = await self._lookup(leg, workers)
+        leg.turn.guessed = not matches.available
         plan = await self._find(leg, full, matches)
         if served.plan is None:
             served.plan = plan

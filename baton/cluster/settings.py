@@ -249,7 +249,7 @@ class WorkerSettings(CommonSettings):
     max_num_seqs: Count = option(64, "sequences in one batch", _COUNT)
     max_queue: Count = option(256, "requests that may wait", _COUNT)
     chunk_size: Count | None = option(
-        None, f"tokens per step (default: {CHUNK_SIZE}, or --max-num-seqs if that is more)", _COUNT
+        None, f"tokens per step (default: {CHUNK_SIZE}, or twice --max-num-seqs)", _COUNT
     )
     threads: Count | None = option(None, "compute threads (default: one per core)", _COUNT)
     cores: Cores = option(None, "cores to run on, e.g. 0-1", "a list of cores such as 0-1,3")
@@ -279,8 +279,8 @@ class WorkerSettings(CommonSettings):
 
     @property
     def tokens_per_step(self) -> int:
-        """At most; never fewer than sequences in a batch."""
-        return self.chunk_size or max(CHUNK_SIZE, self.max_num_seqs)
+        """At most. In a full batch, half of them are left for prompts."""
+        return self.chunk_size or max(CHUNK_SIZE, 2 * self.max_num_seqs)
 
     @property
     def transports(self) -> tuple[str, ...]:

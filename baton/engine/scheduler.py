@@ -11,7 +11,9 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
+from itertools import islice
 
+from baton.block_hash import common_blocks
 from baton.engine import policy_blocks
 from baton.engine.block_manager import BlockManager
 from baton.engine.config import EngineConfig
@@ -25,6 +27,8 @@ from baton.engine.sequence import (
     SequenceStatus,
     StepOutput,
 )
+
+NUM_NEXT = 8
 
 
 class QueueFull(Exception):
@@ -168,14 +172,16 @@ class Scheduler:
                 budget -= self._chunk(seq, batch, budget)
 
     def _num_left(self, seq: Sequence) -> int:
-        """Tokens of a newcomer that are neither cached nor being computed for another prompt."""
+        """Tokens of a newcomer that are neither cached nor being computed for one of the next
+        prompts; what they are hashed for here they would be hashed for anyway."""
         size, tokens = self.blocks.block_size, len(seq.token_ids)
-        wanted = seq.full_block_hashes(size, tokens)
         known = len(self.blocks.reusable_prefix(seq))
-        for other in (*self.waiting, *self.running):
-            if other.num_computed_tokens < other.num_initial_tokens:
-                coming = other.full_block_hashes(size, other.num_initial_tokens)
-                known = max(known, _num_alike(wanted, coming))
+        if self.blocks.next_missing(seq) is not None:
+            wanted = seq.full_block_hashes(size, tokens)
+            for other in (*self.running, *islice(self.waiting, NUM_NEXT)):
+                if other.num_computed_tokens < other.num_initial_tokens:
+                    coming = other.full_block_hashes(size, other.num_initial_tokens)
+                    known = max(known, common_blocks(wanted, coming))
         return max(tokens - known * size, 1)
 
     def _computing_for(self, seq: Sequence, prompts: ListOf[Sequence]) -> Sequence | None:
@@ -255,8 +261,3 @@ class Scheduler:
 def _urgency(seq: Sequence) -> tuple[bool, float, int]:
     """What was preempted comes back first, then the earliest deadline, then the first come."""
     return not seq.num_preemptions, seq.due_at, seq.arrival
-
-
-def _num_alike(one: ListOf[bytes], other: ListOf[bytes]) -> int:
-    """Leading blocks that two prompts share: each hash stands for all before it."""
-    return sum(a == b for a, b in zip(one, other, strict=False))

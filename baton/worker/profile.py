@@ -33,6 +33,8 @@ from baton.store import home
 
 _log = logging.getLogger(__name__)
 BUDGET_S = 2.0
+LONG = 512
+"""Tokens of a long prompt: what a default chunk has says little of one."""
 Profile = tuple[StepTotals, ...]
 
 
@@ -94,13 +96,13 @@ class _Run(NamedTuple):
 
 def _runs(config: EngineConfig, scheduler: type[Scheduler]) -> Iterator[_Run]:
     """What this worker can hold of a warm-up and a few typical loads."""
-    chunk, most = config.chunk_size, config.max_num_seqs
+    long, most = max(config.chunk_size, LONG), config.max_num_seqs
     if scheduler is PrefillScheduler:
-        runs = [_Run(1, size) for size in (16, 16, chunk // 8, chunk // 2, chunk, 2 * chunk)]
+        runs = [_Run(1, size) for size in (16, 16, long // 8, long // 2, long, 2 * long)]
     else:
         runs = [
-            *(_Run(1, 16, 3), _Run(1, 16, 6), _Run(min(16, most), 16, 4), _Run(1, chunk, 4)),
-            *(_Run(min(8, most), 16, 4, chunk // 2), _Run(min(64, most), 16, 3)),
+            *(_Run(1, 16, 3), _Run(1, 16, 6), _Run(min(16, most), 16, 4), _Run(1, long, 4)),
+            *(_Run(min(8, most), 16, 4, long // 2), _Run(min(64, most), 16, 3)),
         ]
     for run in runs:
         per_sequence = -(-(run.prompt + run.output) // config.block_size)

@@ -1,13 +1,18 @@
 """Targets, priorities and explanations over real HTTP, with scripted workers."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.cli.explain import Question, explain
 from baton.cluster.errors import BatonError
+from baton.cluster.prefix_index import PrefixMatches
+from baton.cluster.workers import WorkerRecord
 from router.text import TextModel
 from tests.support.byte_model import byte_model
 from tests.support.candidates import speed
@@ -141,6 +146,46 @@ async def test_decode_prefills_where_that_is_predicted_better(model: TextModel) 
             assert response.json()["placement"][0]["chosen"]["prefill"] == prefilled_by
         assert [r.prefill_here for r in decode.counters.requests] == [True, False]
         assert prefill.counters.calls == 1
+
+
+class NotedIndex:
+    """Says that nothing is cached, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    async def lookup(self, *_: Any) -> PrefixMatches:
+        return PrefixMatches()
+
+    @contextmanager
+    def expecting(self, _: Any, workers: list[WorkerRecord]) -> Iterator[None]:
+        (worker,) = workers
+        self.events.append(("told", worker.worker_id))
+        try:
+            yield
+        except Exception:
+            self.events.append(("taken back", worker.worker_id))
+            raise
+
+
+async def test_what_was_refused_is_expected_nowhere_and_what_has_landed_at_decode(
+    model: TextModel,
+) -> None:
+    """A prompt that decode had given back counted as on its way there, for siblings to follow."""
+    index = NotedIndex()
+    async with running_gateway(model, scripted("abcdef"), decodes=2) as gateway:
+        full, other = gateway.cluster.decodes
+        full.behaviour.capacity = 0
+        conductor = gateway.gateway.ready_model()[1]
+        conductor.selection = replace(conductor.selection, index=index)  # type: ignore[arg-type]
+        response = await gateway.post(COMPLETIONS, BODY)
+        assert response.json()["choices"][0]["text"] == "abcd"
+    assert index.events == [
+        ("told", "prefill-0"),
+        ("taken back", "prefill-0"),
+        ("told", "prefill-0"),
+        ("told", other.worker_id),
+    ]
 
 
 async def test_baton_explain_shows_the_decision_as_a_table(

@@ -67,10 +67,11 @@ def test_a_role_table_wins_over_shared_keys_and_leaves_other_roles_alone(toml: P
     assert (decode.max_queue, decode.max_num_seqs, decode.chunk_size) == (7, 3, None)
 
 
-def test_a_step_has_room_for_a_token_of_every_sequence_whatever_their_number() -> None:
+def test_a_step_has_room_for_prompts_beside_a_token_of_every_sequence() -> None:
+    """With as many tokens as sequences, a prompt beside a full batch got one token a step."""
     common = ["--model", "m"]
     assert DecodeSettings.load(common).tokens_per_step == 128
-    assert DecodeSettings.load([*common, "--max-num-seqs", "500"]).tokens_per_step == 500
+    assert DecodeSettings.load([*common, "--max-num-seqs", "500"]).tokens_per_step == 1000
     assert DecodeSettings.load([*common, "--chunk-size", "64"]).tokens_per_step == 64
 
 

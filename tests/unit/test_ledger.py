@@ -94,12 +94,15 @@ def test_transfer_is_split_into_exposed_and_overlapped() -> None:
     assert (transfer["bytes"], transfer["blocks"], transfer["transports"]) == (1000, 5, ["shm"])
 
 
-def test_a_transfer_ends_where_decode_takes_it_up_however_late_its_sender_hears_of_that() -> None:
+@pytest.mark.parametrize("attempt", [1, 2])  # 2: it took over for another
+def test_a_transfer_ends_where_decode_takes_it_up_however_late_its_sender_hears_of_that(
+    attempt: int,
+) -> None:
     """A prefill worker that got the processor late told of a transfer after the first decode
     step: the wait between two steps was called transfer."""
     ledger = Ledger("req-1", "chat", started=0.9, started_at=1.7e9, answer_id="chatcmpl-1")
     trail = ledger.trail()
-    prefill = trail.call("prefill-0", "prefill", 1.0, attempt=1)
+    prefill = trail.call("prefill-0", "prefill", 1.0, attempt=attempt)
     prefill.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
     prefill.step(step(1.3, 1.5, 10, 74), 1.51)
     prefill.span("kv_transfer", 1.5 + SKEW, 1.7 + SKEW)

@@ -9,9 +9,9 @@ from itertools import accumulate, takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.block_hash import block_hash, root_hash
+from baton.block_hash import block_hash, common_blocks, root_hash
 from baton.cluster.prefix_index import PrefixMatches, PromptBlocks
-from baton.cluster.prefix_index.notes import Note, Notes, common_blocks
+from baton.cluster.prefix_index.notes import Note, Notes
 from baton.cluster.rendezvous import rendezvous
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sequence import Sequence

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
+from baton.block_hash import common_blocks
 from baton.cluster.background import background
 from baton.cluster.errors import RegistryUnavailable
 from baton.cluster.prefix_index.matches import PrefixMatches, WorkerKey, key_of
-from baton.cluster.prefix_index.notes import Note, Notes, common_blocks
+from baton.cluster.prefix_index.notes import Note, Notes
 from baton.cluster.prefix_index.prompt_blocks import PromptBlocks
 from baton.cluster.prefix_index.store import PrefixStore, parse_leading
 from baton.cluster.redis_link import RedisLink

@@ -5,7 +5,6 @@ prompts at once each would be placed as if it were the first. So a look-up adds 
 Redis had not confirmed when the question left. Bounded; no I/O and no clock.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +54,3 @@ class Notes:
         yield from self.since(told)
         for notes in self._proposed.values():
             yield from notes
-
-
-def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many leading blocks two chains share: after the first difference all differ."""
-    shorter = range(min(len(one), len(other)))
-    return bisect_left(shorter, True, key=lambda place: one[place] != other[place])
