@@ -116,7 +116,9 @@ async def test_a_cold_request_shows_every_phase_in_order(cluster: Cluster) -> No
     everything = {phase["name"] for phase in ledger["timing"]["phases"]}
     everything.add("decode_admit")  # none when the engine takes the sequence up at once
     assert everything >= set(ORDER) | {"detokenise", "flush", "client_wait"}
-    assert names.count("decode_step") + names.count("first_decode_step") >= 7
+    # A busy router's own work may hide some of them.
+    steps = [p for p in ledger["timing"]["phases"] if p["name"].endswith("decode_step")]
+    assert len({step["context"] for step in steps}) >= 7
     chunks = [p for p in ledger["timing"]["phases"] if p["name"] == "prefill"]
     assert {c["context"] for c in chunks} == {64, 128, 150}
     transfer = ledger["timing"]["transfer"]

@@ -117,6 +117,30 @@ def test_a_transfer_ends_where_decode_takes_it_up_however_late_its_sender_hears_
     assert ledger.timing()["transfer"]["total_ms"] == pytest.approx(100, abs=0.01)
 
 
+def test_what_a_sender_waits_for_after_decode_took_it_up_is_no_transfer() -> None:
+    """A commit goes with the last frame: on a busy machine its sender waited 27 ms to hear of it,
+    all of them after the first decode step."""
+    ledger = Ledger("req-1", "chat", started=0.9, started_at=1.7e9, answer_id="chatcmpl-1")
+    trail = ledger.trail()
+    prefill = trail.call("prefill-0", "prefill", 1.0, attempt=1)
+    prefill.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
+    prefill.step(step(1.3, 1.5, 10, 74), 1.51)
+    prefill.span("kv_transfer", 1.5 + SKEW, 1.6 + SKEW)
+    prefill.span("kv_transfer", 1.663 + SKEW, 1.69 + SKEW, bytes=9, blocks=1, transport="shm")
+    decode = trail.call("decode-0", "decode", 1.0, attempt=1)
+    decode.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
+    for k in range(3):
+        decode.step(step(1.62 + k * 0.06, 1.66 + k * 0.06, 1, 75 + k), 1.69 + k * 0.06)
+    ledger.end(200, 1.9)
+    names = [phase.name for phase in ledger.phases if phase.name != "rpc"]
+    assert names == ["prefill", "kv_transfer", "first_decode_step"] + 2 * [
+        "decode_wait",
+        "decode_step",
+    ]
+    transfer = ledger.timing()["transfer"]
+    assert transfer["exposed_ms"] == pytest.approx(100, abs=0.01) and transfer["bytes"] == 9
+
+
 def test_steps_carry_batch_and_context() -> None:
     phases = served().timing()["phases"]
     decode = [p for p in phases if p["name"] == "decode_step" and not p["overlapped"]]

@@ -182,12 +182,12 @@ class Ledger:
         }
 
     def _transfer(self, phases: Iterable[Phase]) -> Mapping[str, Any] | None:
+        last = [span.detail for call in self.calls for span in call.spans if "bytes" in span.detail]
         moved = [phase for phase in phases if phase.name == "kv_transfer"]
-        if not moved:
+        if not moved and not last:
             return None
         hidden = sum(phase.duration for phase in moved if phase.overlapped)
         total = sum(phase.duration for phase in moved)
-        last = [span.detail for call in self.calls for span in call.spans if "bytes" in span.detail]
         return {
             "total_ms": _ms(total),
             "overlapped_ms": _ms(hidden),

@@ -79,17 +79,19 @@ def _calls(calls: Iterable[CallTrail]) -> Iterator[Span]:
     aligned = [(call, list(_call(call))) for call in calls]
     taken_up: dict[int, float] = {}
     for call, spans in aligned:
-        start = min((s.start for s in spans if s.name in _TAKEN_UP), default=-math.inf)
+        start = min((s.start for s in spans if s.name in _TAKEN_UP), default=math.inf)
         if call.role == "decode":
             taken_up[call.attempt] = max(start, taken_up.get(call.attempt, start))
     for call, spans in aligned:
         # A prefill worker that took over for another has a later attempt than its decode worker.
         attempt = max((a for a in taken_up if a <= call.attempt), default=None)
-        end = -math.inf if attempt is None else taken_up[attempt]
+        end = math.inf if attempt is None else taken_up[attempt]
         for span in spans:
-            if span.name == "kv_transfer" and span.start < end:
+            if span.name != "kv_transfer":
+                yield span
+            elif span.start < end:  # else its sender has only waited to hear of it
                 span.end = min(span.end, end)
-            yield span
+                yield span
 
 
 def _deliveries(trail: Trail) -> Iterator[Span]:
