@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import random
 import re
 import shutil
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -58,10 +60,12 @@ async def _get(client: httpx.AsyncClient) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that the system gives out: a connection of another test took the port before
+    its worker did."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 async def worker_metrics(tiny_chat: StoredModel) -> tuple[str, str]:
