@@ -24,7 +24,7 @@ import httpx
 from _cluster import running_cluster
 from _common import Report
 from _hindsight import least_mape, read_samples
-from _sim import Arrival
+from _sim_workers import Arrival
 
 from baton.cluster.redis_server import EmbeddedRedis
 from router.predictor import Phase

@@ -16,7 +16,7 @@ import time
 
 import _gateway
 from _common import Report, parser
-from _sim import SPEEDS, make_workers
+from _sim_workers import SPEEDS, make_workers
 
 from baton.cluster.prefix_index import PrefixIndex, PrefixStore, PromptBlocks
 from baton.cluster.prefix_index.matches import key_of

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import _slo_real
 from _common import Report, parser
-from _sim import SPEEDS, Arrival, Simulation, Speed, make_workers
+from _sim import Simulation
+from _sim_workers import SPEEDS, Arrival, Speed, make_workers
 
 from baton.loadgen.traces import MOONCAKE_BLOCK, read_trace
 from baton.store import StoreError, resolve

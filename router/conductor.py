@@ -123,7 +123,7 @@ class Conductor:
         reservation: common_pb2.Reservation | None = None
         with self.planner.hold(plan, leg.facts) as hold:
             try:
-                with self.selection.expecting(leg, plan):
+                with self.selection.expecting(leg, plan):  # a refusal takes it back
                     await self._confirm(leg, hold, served)
                     # 1) Decode promises room before any compute is spent.
                     if plan.decode is not None:

@@ -90,6 +90,15 @@ class Job:
         return max(self.deadline - asyncio.get_running_loop().time(), 0.0) + GRACE_S
 
 
+@dataclass
+class Turn:
+    """What a leg has found out since it was let through. `full`: workers that had no room for it;
+    `guessed`: where its prompt is cached is not known, but likely."""
+
+    full: set[str] = field(default_factory=set)
+    guessed: bool = False
+
+
 @dataclass(frozen=True)
 class Leg:
     """The part of a job that one attempt serves: all of it, or, after a worker was lost, one
@@ -102,7 +111,7 @@ class Leg:
     failures: list[WorkerFault] = field(default_factory=list)
     room_by: float | None = None
     """Until when it may wait for room (event loop time); None: as long as its job may."""
-    turn: "Turn" = field(default_factory=lambda: Turn())
+    turn: Turn = field(default_factory=Turn)
 
     @classmethod
     def whole(cls, job: Job) -> "Leg":
@@ -172,15 +181,6 @@ class Leg:
         return common_pb2.Continuation(
             choice=self.choices[0], output_token_ids=self.output_token_ids
         )
-
-
-@dataclass
-class Turn:
-    """What a leg has found out since it was let through. `full`: workers that had no room for it;
-    `guessed`: where its prompt is cached is not known, but likely."""
-
-    full: set[str] = field(default_factory=set)
-    guessed: bool = False
 
 
 @dataclass

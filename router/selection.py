@@ -76,7 +76,7 @@ class Selection:
         """The hand-off is committed: decode has it too, before it says so itself."""
         if not leg.ships_less:
             with self._told(leg, decode):
-                return
+                pass  # nothing is left that could take it back
 
     def _told(self, leg: Leg, worker: WorkerRecord) -> AbstractContextManager[None]:
         return self.index.expecting(leg.blocks, [worker]) if self.index else nullcontext()

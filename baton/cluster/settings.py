@@ -249,7 +249,7 @@ class WorkerSettings(CommonSettings):
     max_num_seqs: Count = option(64, "sequences in one batch", _COUNT)
     max_queue: Count = option(256, "requests that may wait", _COUNT)
     chunk_size: Count | None = option(
-        None, f"tokens per step (default: {CHUNK_SIZE}, or twice --max-num-seqs)", _COUNT
+        None, f"tokens per step (default: {CHUNK_SIZE}, at least 2 * --max-num-seqs)", _COUNT
     )
     threads: Count | None = option(None, "compute threads (default: one per core)", _COUNT)
     cores: Cores = option(None, "cores to run on, e.g. 0-1", "a list of cores such as 0-1,3")

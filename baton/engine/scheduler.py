@@ -29,6 +29,7 @@ from baton.engine.sequence import (
 )
 
 NUM_NEXT = 8
+"""Waiting prompts that a newcomer is compared with: a long queue is not hashed under a lock."""
 
 
 class QueueFull(Exception):
