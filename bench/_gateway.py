@@ -21,7 +21,7 @@ from baton.cluster.registry import Registry
 from baton.cluster.workers import KVLayout, Role, WorkerLoad, WorkerRecord, new_incarnation
 from baton.store import resolve
 
-CLIENTS = 32
+CLIENTS = 64
 STREAMS = 1000
 START_TIMEOUT_S = 60.0
 PEER = Path(__file__).with_name("_gateway_peer.py")
@@ -142,6 +142,7 @@ async def _announce(registry: Registry, prefill: str, decode: str) -> None:
             max_num_seqs=4096,
             num_blocks=1_000_000,
             load=WorkerLoad(free_blocks=1_000_000),
+            streams_replies=True,
         )
         for role, address in ((Role.PREFILL, prefill), (Role.DECODE, decode))
     ]

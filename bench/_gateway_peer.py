@@ -3,8 +3,10 @@
     python bench/_gateway_peer.py workers            prints "PREFILL_ADDRESS DECODE_ADDRESS"
     python bench/_gateway_peer.py floor P D PORT     the same calls and chunks without our code
 
-Workers answer every request with 16 tokens and tell their steps, as real ones do; a prompt of one
-token gets them slowly. Nothing is computed and no KV moves: what is left is the cost of the calls.
+Workers answer every request with 16 tokens, a token per step for all that run, and tell their
+steps, as real ones do; a prompt of one token gets them slowly. Nothing is computed and no KV moves:
+what is left is the cost of the calls. The floor's calls are plain ones, as those of whoever has no
+stream of replies.
 """
 
 import asyncio
@@ -22,10 +24,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from baton.cluster.rpc import ChannelPool, make_server
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2_grpc,
+)
+from baton.worker.replies import ReplyStreams
 
 TOKENS = 16
 PROMPT = 8
+STEP_S = 0.01
 SLOW_S = 0.5
 __all__ = ["Report"]
 
@@ -43,59 +54,76 @@ def _step(index: int) -> common_pb2.Step:
     )
 
 
-class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
-    """Both roles; a reservation is an event that prefill sets."""
+class Worker(
+    prefill_pb2_grpc.PrefillServicer,
+    decode_pb2_grpc.DecodeServicer,
+    worker_pb2_grpc.WorkerServicer,
+):
+    """Of either role; a reservation is an event in `landed` that prefill sets."""
 
-    def __init__(self) -> None:
-        self.landed: dict[str, asyncio.Event] = {}
+    def __init__(self, landed: dict[str, asyncio.Event]) -> None:
+        self.landed = landed
+        self._replies = ReplyStreams()
+        self._stepped = asyncio.Event()
         self._count = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            self._stepped.set()
+            self._stepped = asyncio.Event()
+
+    async def Replies(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        await self._replies.serve(request.stream, context)
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         self._count += 1
         now = time.monotonic()
         name, slow = str(self._count), len(request.prompt_token_ids) == 1
         landed = self.landed[name] = asyncio.Event()
+        answer = await self._replies.answers(request, context)
         try:
             reservation = common_pb2.Reservation(id=name, lease_s=30)
             reserved = decode_pb2.Reserved(
                 reservation=reservation, received_at=now, sent_at=now + 1e-6
             )
-            await context.write(decode_pb2.GenerateEvent(reserved=reserved))
+            await answer(decode_pb2.GenerateEvent(reserved=reserved))
             await landed.wait()
             for index in range(1, TOKENS):
-                if slow:
-                    await asyncio.sleep(SLOW_S)
+                await (asyncio.sleep(SLOW_S) if slow else self._stepped.wait())
                 tokens = decode_pb2.Tokens(tokens=[_token(index)], step=_step(index))
-                await context.write(decode_pb2.GenerateEvent(tokens=tokens))
-            await context.write(decode_pb2.GenerateEvent(done=decode_pb2.GenerateDone()))
+                await answer(decode_pb2.GenerateEvent(tokens=tokens))
+            await answer(decode_pb2.GenerateEvent(done=decode_pb2.GenerateDone()))
         finally:
             del self.landed[name]
 
     async def Prefill(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        now = time.monotonic()
+        now, answer = time.monotonic(), await self._replies.answers(request, context)
         started = prefill_pb2.PrefillStarted(
             received_at=now, started_at=now + 1e-6, sent_at=now + 2e-6
         )
-        await context.write(prefill_pb2.PrefillEvent(started=started))
+        await answer(prefill_pb2.PrefillEvent(started=started))
         first = prefill_pb2.FirstTokens(tokens=[_token(0)], steps=[_step(0)])
-        await context.write(prefill_pb2.PrefillEvent(first_tokens=first))
+        await answer(prefill_pb2.PrefillEvent(first_tokens=first))
         self.landed[request.destination.id].set()
-        await context.write(prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone()))
+        await answer(prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone()))
 
 
 async def workers() -> None:
-    servicer = Workers()
-    servers = [
-        await make_server([partial(add, servicer)], "127.0.0.1:0", [])
-        for add in (
-            prefill_pb2_grpc.add_PrefillServicer_to_server,
-            decode_pb2_grpc.add_DecodeServicer_to_server,
-        )
-    ]
-    for server, _ in servers:
+    landed: dict[str, asyncio.Event] = {}
+    prefill, decode = Worker(landed), Worker(landed)
+    servers = []  # a server runs as long as it is kept
+    for worker, add in (
+        (prefill, prefill_pb2_grpc.add_PrefillServicer_to_server),
+        (decode, decode_pb2_grpc.add_DecodeServicer_to_server),
+    ):
+        adders = [add, worker_pb2_grpc.add_WorkerServicer_to_server]
+        server, port = await make_server([partial(a, worker) for a in adders], "127.0.0.1:0", [])
         await server.start()
-    print(*(f"127.0.0.1:{port}" for _, port in servers), flush=True)
-    await asyncio.Event().wait()
+        servers.append(server)
+        print(f"127.0.0.1:{port}", end=" ", flush=True)
+    print(flush=True)
+    await decode.run()
 
 
 def floor(prefill: str, decode: str, port: int) -> None:

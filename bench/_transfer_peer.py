@@ -33,6 +33,7 @@ from baton.engine.transfer.pair_group import gloo
 from baton.v1 import decode_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.heap import keep_freed_memory
+from baton.worker.replies import ReplyStreams
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
 from decode_service.transfer import KVTransferServicer
@@ -123,7 +124,7 @@ async def serve_decode(
     running = AsyncEngine(engine)
     worker, inbox = DecodeWorker(running, cache, Activity(), 30.0), Inbox(settings, cache.layout)
     status = SimpleNamespace(incarnation="bench", address="")
-    decode = DecodeServicer(worker, status, vocab_size, inbox)  # type: ignore[arg-type]
+    decode = DecodeServicer(worker, status, vocab_size, inbox, ReplyStreams())  # type: ignore[arg-type]
     transfer = KVTransferServicer(worker, inbox, cache.layout, "bench", 30.0)
     add_decode = partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode)
     server, port = await make_server(

@@ -15,6 +15,7 @@ from baton.v1 import decode_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts, boot
 from baton.worker.lifecycle import StopSignals, run_worker, serve
+from baton.worker.replies import ReplyStreams
 from baton.worker.status import WorkerStatus
 from decode_service.inbox import Inbox
 from decode_service.server import DecodeServicer
@@ -31,7 +32,8 @@ async def serve_decode(
     status = WorkerStatus(Role.DECODE, settings, new_incarnation(), parts, activity)
     inbox = Inbox(settings, parts.cache.layout, parts.cache.data.device.type)
     activity.transfers.resources = inbox.resources
-    decode = DecodeServicer(worker, status, parts.vocab_size, inbox)
+    replies = ReplyStreams()
+    decode = DecodeServicer(worker, status, parts.vocab_size, inbox, replies)
     transfer = KVTransferServicer(
         worker, inbox, parts.cache.layout, status.incarnation, settings.lease_s
     )
@@ -41,7 +43,8 @@ async def serve_decode(
     ]
     names = ["baton.v1.Decode", "baton.v1.KVTransfer"]
     try:
-        return await serve(status, engine, servicers, names, signals, open_tls(settings.tls_dir))
+        tls = open_tls(settings.tls_dir)
+        return await serve(status, engine, replies, servicers, names, signals, tls)
     finally:
         inbox.close()
 

@@ -9,6 +9,7 @@ from baton.v1 import common_pb2, decode_pb2_grpc
 from baton.v1 import decode_pb2 as pb
 from baton.worker.faults import status_of_faults
 from baton.worker.prompt_cache import pins_from_pb
+from baton.worker.replies import ReplyStreams
 from baton.worker.status import WorkerStatus
 from baton.worker.translate import (
     continuation_of,
@@ -25,12 +26,18 @@ from decode_service.worker import DecodeWorker, Done, Event, GenerateJob, Reserv
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(
-        self, worker: DecodeWorker, status: WorkerStatus, vocab_size: int, inbox: Inbox
+        self,
+        worker: DecodeWorker,
+        status: WorkerStatus,
+        vocab_size: int,
+        inbox: Inbox,
+        replies: ReplyStreams,
     ) -> None:
         self._worker = worker
         self._status = status
         self._vocab_size = vocab_size
         self._inbox = inbox
+        self._replies = replies
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -39,8 +46,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             status_of_faults(context, request.request_id),
             aclosing(self._worker.generate(self._job(request))) as events,
         ):
+            answer = await self._replies.answers(request, context)
             async for event in events:
-                await context.write(self._to_pb(event))
+                await answer(self._to_pb(event))
 
     async def StopChoice(
         self, request: pb.StopChoiceRequest, context: grpc.aio.ServicerContext

@@ -15,6 +15,7 @@ from baton.v1 import prefill_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Parts, boot
 from baton.worker.lifecycle import StopSignals, run_worker, serve
+from baton.worker.replies import ReplyStreams
 from baton.worker.status import WorkerStatus
 from prefill_service.pairs import Pairs
 from prefill_service.server import PrefillServicer
@@ -31,11 +32,13 @@ async def serve_prefill(
     pairs = Pairs(settings, parts.cache, channels, parts.memory)
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
-    servicer = PrefillServicer(worker, pairs, parts.vocab_size)
+    replies = ReplyStreams()
+    servicer = PrefillServicer(worker, pairs, parts.vocab_size, replies)
     add = partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)
     status = WorkerStatus(Role.PREFILL, settings, new_incarnation(), parts, activity)
     try:
-        return await serve(status, engine, [add], ["baton.v1.Prefill"], signals, tls)
+        names = ["baton.v1.Prefill"]
+        return await serve(status, engine, replies, [add], names, signals, tls)
     finally:
         await pairs.close()
         await channels.close()

@@ -10,6 +10,7 @@ from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.v1 import prefill_pb2 as pb
 from baton.worker.faults import status_of_faults
 from baton.worker.prompt_cache import pins_from_pb
+from baton.worker.replies import ReplyStreams
 from baton.worker.translate import (
     continuation_of,
     due_at,
@@ -29,18 +30,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         worker: PrefillWorker,
         pairs: Pairs,
         vocab_size: int,
+        replies: ReplyStreams,
     ) -> None:
         self._worker = worker
         self._pairs = pairs
         self._vocab_size = vocab_size
+        self._replies = replies
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         async with (
             status_of_faults(context, request.request_id),
             aclosing(self._worker.prefill(self._job(request))) as events,
         ):
+            answer = await self._replies.answers(request, context)
             async for event in events:
-                await context.write(_to_pb(event))
+                await answer(_to_pb(event))
 
     def _job(self, request: pb.PrefillRequest) -> PrefillJob:
         has_destination = request.HasField("destination")

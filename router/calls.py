@@ -62,9 +62,9 @@ class WorkerCall:
         heard: Callable[[str | None, Any], None],
         refusals: Once,
     ) -> None:
-        """`call` reads pairs of an event and its bytes. `heard` gets the kind of every event and
-        the event as soon as it comes. `refusals`: what has been told of workers that cannot prove
-        who they are, or do not believe who we are."""
+        """`call`, gRPC's own or a `StreamedCall`, reads pairs of an event and its bytes. `heard`
+        gets the kind of every event and the event as soon as it comes. `refusals`: what has been
+        told of workers that cannot prove who they are, or do not believe who we are."""
         self.worker = worker
         self._call = call
         self._trail = trail

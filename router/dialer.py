@@ -1,8 +1,7 @@
 """The calls to workers: what a leg of a request says to each of them. Knows no order of calls."""
 
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc.aio
 
@@ -15,16 +14,9 @@ from router.hold import Hold
 from router.job import Leg
 from router.notes import read_tokens
 from router.placement import Plan
+from router.replies import Method, Replies, open_call
 
 STOP_TIMEOUT_S = 1.0
-
-
-class Method(NamedTuple):
-    """A server-streaming one, each of whose events comes with its bytes, which the ledger keeps:
-    the stubs of grpc give the event alone."""
-
-    path: str
-    parse: Callable[[bytes], tuple[Any, bytes]]
 
 
 GENERATE = Method(
@@ -38,6 +30,7 @@ PREFILL = Method(
 class Dialer:
     def __init__(self, channels: ChannelPool) -> None:
         self._channels = channels
+        self._replies = Replies()
         self._refusals = Once()
 
     def decode(self, leg: Leg, worker: WorkerRecord, hold: Hold) -> WorkerCall:
@@ -82,12 +75,12 @@ class Dialer:
         trail = leg.job.trail.call(
             worker.worker_id, worker.role, time.monotonic(), attempt, read_tokens
         )
-        open_call = self._channels.get(worker.address).unary_stream(
-            method.path,
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=method.parse,
+        channel, timeout_s = self._channels.get(worker.address), leg.job.time_left()
+        call = (
+            self._replies.open_call(channel, worker.address, method, request, timeout_s)
+            if worker.streams_replies
+            else open_call(channel, method, request, timeout_s)
         )
-        call = open_call(request, timeout=leg.job.time_left())
         return WorkerCall(worker, call, trail, hold.heard, self._refusals)
 
     async def stop_choice(

@@ -100,6 +100,8 @@ class WorkerRecord:
     """Steps that it measured at its start."""
     cores: tuple[int, ...] = ()
     """Of its host, that it was told to run on; empty when it was not."""
+    streams_replies: bool = False
+    """Whether a router may have the events of all its calls by one stream."""
 
     @cached_property
     def link_to(self) -> dict[str, WorkerLink]:

@@ -194,6 +194,14 @@ class CachePin(_message.Message):
     tenant: str
     def __init__(self, num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
 
+class ReplyTo(_message.Message):
+    __slots__ = ("stream", "call")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    stream: bytes
+    call: int
+    def __init__(self, stream: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
+
 class StepTotals(_message.Message):
     __slots__ = ("steps", "prefill_tokens", "attended_tokens", "decode_tokens", "context_tokens", "seconds")
     STEPS_FIELD_NUMBER: _ClassVar[int]

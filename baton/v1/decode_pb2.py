@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xf0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x14\n\x0cprefill_here\x18\x05 \x01(\x08\x12\x31\n\x0c\x63ontinuation\x18\x06 \x01(\x0b\x32\x16.baton.v1.ContinuationH\x00\x88\x01\x01\x12\x17\n\ndeadline_s\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12 \n\x04pins\x18\x08 \x03(\x0b\x32\x12.baton.v1.CachePin\x12\x11\n\tkv_policy\x18\t \x01(\t\x12 \n\x13max_uncached_tokens\x18\n \x01(\rH\x02\x88\x01\x01\x42\x0f\n\r_continuationB\r\n\x0b_deadline_sB\x16\n\x14_max_uncached_tokens\"\x8c\x01\n\rGenerateEvent\x12&\n\x08reserved\x18\x01 \x01(\x0b\x32\x12.baton.v1.ReservedH\x00\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x04\x64one\x18\x03 \x01(\x0b\x32\x16.baton.v1.GenerateDoneH\x00\x42\x07\n\x05\x65vent\"\\\n\x08Reserved\x12*\n\x0breservation\x18\x01 \x01(\x0b\x32\x15.baton.v1.Reservation\x12\x13\n\x0breceived_at\x18\x02 \x01(\x01\x12\x0f\n\x07sent_at\x18\x03 \x01(\x01\"y\n\x06Tokens\x12\x1f\n\x06tokens\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Token\x12!\n\x04step\x18\x02 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x88\x01\x01\x12\x15\n\x08ready_at\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_stepB\x0b\n\t_ready_at\"\xf0\x01\n\x0cGenerateDone\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_recomputed_tokens\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\r\x12\x11\n\thandoff_s\x18\x04 \x01(\x02\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x02\x12+\n\rprefill_steps\x18\x06 \x01(\x0b\x32\x14.baton.v1.StepTotals\x12*\n\x0c\x64\x65\x63ode_steps\x18\x07 \x01(\x0b\x32\x14.baton.v1.StepTotals\x12\x0f\n\x07queue_s\x18\x08 \x01(\x02\"K\n\x11StopChoiceRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\"%\n\x12StopChoiceResponse\x12\x0f\n\x07stopped\x18\x01 \x01(\x08\x32\x93\x01\n\x06\x44\x65\x63ode\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12G\n\nStopChoice\x12\x1b.baton.v1.StopChoiceRequest\x1a\x1c.baton.v1.StopChoiceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xa7\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x14\n\x0cprefill_here\x18\x05 \x01(\x08\x12\x31\n\x0c\x63ontinuation\x18\x06 \x01(\x0b\x32\x16.baton.v1.ContinuationH\x00\x88\x01\x01\x12\x17\n\ndeadline_s\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12 \n\x04pins\x18\x08 \x03(\x0b\x32\x12.baton.v1.CachePin\x12\x11\n\tkv_policy\x18\t \x01(\t\x12 \n\x13max_uncached_tokens\x18\n \x01(\rH\x02\x88\x01\x01\x12(\n\x08reply_to\x18\x0b \x01(\x0b\x32\x11.baton.v1.ReplyToH\x03\x88\x01\x01\x42\x0f\n\r_continuationB\r\n\x0b_deadline_sB\x16\n\x14_max_uncached_tokensB\x0b\n\t_reply_to\"\x8c\x01\n\rGenerateEvent\x12&\n\x08reserved\x18\x01 \x01(\x0b\x32\x12.baton.v1.ReservedH\x00\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x04\x64one\x18\x03 \x01(\x0b\x32\x16.baton.v1.GenerateDoneH\x00\x42\x07\n\x05\x65vent\"\\\n\x08Reserved\x12*\n\x0breservation\x18\x01 \x01(\x0b\x32\x15.baton.v1.Reservation\x12\x13\n\x0breceived_at\x18\x02 \x01(\x01\x12\x0f\n\x07sent_at\x18\x03 \x01(\x01\"y\n\x06Tokens\x12\x1f\n\x06tokens\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Token\x12!\n\x04step\x18\x02 \x01(\x0b\x32\x0e.baton.v1.StepH\x00\x88\x01\x01\x12\x15\n\x08ready_at\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_stepB\x0b\n\t_ready_at\"\xf0\x01\n\x0cGenerateDone\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_recomputed_tokens\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\r\x12\x11\n\thandoff_s\x18\x04 \x01(\x02\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x02\x12+\n\rprefill_steps\x18\x06 \x01(\x0b\x32\x14.baton.v1.StepTotals\x12*\n\x0c\x64\x65\x63ode_steps\x18\x07 \x01(\x0b\x32\x14.baton.v1.StepTotals\x12\x0f\n\x07queue_s\x18\x08 \x01(\x02\"K\n\x11StopChoiceRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\"%\n\x12StopChoiceResponse\x12\x0f\n\x07stopped\x18\x01 \x01(\x08\x32\x93\x01\n\x06\x44\x65\x63ode\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12G\n\nStopChoice\x12\x1b.baton.v1.StopChoiceRequest\x1a\x1c.baton.v1.StopChoiceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=59
-  _globals['_GENERATEREQUEST']._serialized_end=427
-  _globals['_GENERATEEVENT']._serialized_start=430
-  _globals['_GENERATEEVENT']._serialized_end=570
-  _globals['_RESERVED']._serialized_start=572
-  _globals['_RESERVED']._serialized_end=664
-  _globals['_TOKENS']._serialized_start=666
-  _globals['_TOKENS']._serialized_end=787
-  _globals['_GENERATEDONE']._serialized_start=790
-  _globals['_GENERATEDONE']._serialized_end=1030
-  _globals['_STOPCHOICEREQUEST']._serialized_start=1032
-  _globals['_STOPCHOICEREQUEST']._serialized_end=1107
-  _globals['_STOPCHOICERESPONSE']._serialized_start=1109
-  _globals['_STOPCHOICERESPONSE']._serialized_end=1146
-  _globals['_DECODE']._serialized_start=1149
-  _globals['_DECODE']._serialized_end=1296
+  _globals['_GENERATEREQUEST']._serialized_end=482
+  _globals['_GENERATEEVENT']._serialized_start=485
+  _globals['_GENERATEEVENT']._serialized_end=625
+  _globals['_RESERVED']._serialized_start=627
+  _globals['_RESERVED']._serialized_end=719
+  _globals['_TOKENS']._serialized_start=721
+  _globals['_TOKENS']._serialized_end=842
+  _globals['_GENERATEDONE']._serialized_start=845
+  _globals['_GENERATEDONE']._serialized_end=1085
+  _globals['_STOPCHOICEREQUEST']._serialized_start=1087
+  _globals['_STOPCHOICEREQUEST']._serialized_end=1162
+  _globals['_STOPCHOICERESPONSE']._serialized_start=1164
+  _globals['_STOPCHOICERESPONSE']._serialized_end=1201
+  _globals['_DECODE']._serialized_start=1204
+  _globals['_DECODE']._serialized_end=1351
 # @@protoc_insertion_point(module_scope)

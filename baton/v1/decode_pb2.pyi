@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "cache_salt", "prefill_here", "continuation", "deadline_s", "pins", "kv_policy", "max_uncached_tokens")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "cache_salt", "prefill_here", "continuation", "deadline_s", "pins", "kv_policy", "max_uncached_tokens", "reply_to")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class GenerateRequest(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
     MAX_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPLY_TO_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -29,7 +30,8 @@ class GenerateRequest(_message.Message):
     pins: _containers.RepeatedCompositeFieldContainer[_common_pb2.CachePin]
     kv_policy: str
     max_uncached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., prefill_here: _Optional[bool] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., deadline_s: _Optional[float] = ..., pins: _Optional[_Iterable[_Union[_common_pb2.CachePin, _Mapping]]] = ..., kv_policy: _Optional[str] = ..., max_uncached_tokens: _Optional[int] = ...) -> None: ...
+    reply_to: _common_pb2.ReplyTo
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., prefill_here: _Optional[bool] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., deadline_s: _Optional[float] = ..., pins: _Optional[_Iterable[_Union[_common_pb2.CachePin, _Mapping]]] = ..., kv_policy: _Optional[str] = ..., max_uncached_tokens: _Optional[int] = ..., reply_to: _Optional[_Union[_common_pb2.ReplyTo, _Mapping]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("reserved", "tokens", "done")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xe0\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12/\n\x0b\x64\x65stination\x18\x04 \x01(\x0b\x32\x15.baton.v1.ReservationH\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x31\n\x0c\x63ontinuation\x18\x06 \x01(\x0b\x32\x16.baton.v1.ContinuationH\x01\x88\x01\x01\x12\x17\n\ndeadline_s\x18\x07 \x01(\x02H\x02\x88\x01\x01\x12 \n\x04pins\x18\x08 \x03(\x0b\x32\x12.baton.v1.CachePin\x12\x11\n\tkv_policy\x18\t \x01(\tB\x0e\n\x0c_destinationB\x0f\n\r_continuationB\r\n\x0b_deadline_s\"\x9a\x01\n\x0cPrefillEvent\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12-\n\x0c\x66irst_tokens\x18\x02 \x01(\x0b\x32\x15.baton.v1.FirstTokensH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"v\n\x0ePrefillStarted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x02\x12\x13\n\x0breceived_at\x18\x03 \x01(\x01\x12\x12\n\nstarted_at\x18\x04 \x01(\x01\x12\x0f\n\x07sent_at\x18\x05 \x01(\x01\"M\n\x0b\x46irstTokens\x12\x1f\n\x06tokens\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Token\x12\x1d\n\x05steps\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Step\"\xff\x01\n\x0bPrefillDone\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12\x11\n\tcompute_s\x18\x02 \x01(\x02\x12\x12\n\ntransfer_s\x18\x03 \x01(\x02\x12\x12\n\nbytes_sent\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x11\n\ttransport\x18\x07 \x01(\t\x12!\n\ttransfers\x18\x08 \x03(\x0b\x32\x0e.baton.v1.Span\x12$\n\x06totals\x18\t \x01(\x0b\x32\x14.baton.v1.StepTotals\x12\x15\n\rexposed_bytes\x18\n \x01(\x04\x32H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x97\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12/\n\x0b\x64\x65stination\x18\x04 \x01(\x0b\x32\x15.baton.v1.ReservationH\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x31\n\x0c\x63ontinuation\x18\x06 \x01(\x0b\x32\x16.baton.v1.ContinuationH\x01\x88\x01\x01\x12\x17\n\ndeadline_s\x18\x07 \x01(\x02H\x02\x88\x01\x01\x12 \n\x04pins\x18\x08 \x03(\x0b\x32\x12.baton.v1.CachePin\x12\x11\n\tkv_policy\x18\t \x01(\t\x12(\n\x08reply_to\x18\n \x01(\x0b\x32\x11.baton.v1.ReplyToH\x03\x88\x01\x01\x42\x0e\n\x0c_destinationB\x0f\n\r_continuationB\r\n\x0b_deadline_sB\x0b\n\t_reply_to\"\x9a\x01\n\x0cPrefillEvent\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12-\n\x0c\x66irst_tokens\x18\x02 \x01(\x0b\x32\x15.baton.v1.FirstTokensH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"v\n\x0ePrefillStarted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x02\x12\x13\n\x0breceived_at\x18\x03 \x01(\x01\x12\x12\n\nstarted_at\x18\x04 \x01(\x01\x12\x0f\n\x07sent_at\x18\x05 \x01(\x01\"M\n\x0b\x46irstTokens\x12\x1f\n\x06tokens\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Token\x12\x1d\n\x05steps\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Step\"\xff\x01\n\x0bPrefillDone\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12\x11\n\tcompute_s\x18\x02 \x01(\x02\x12\x12\n\ntransfer_s\x18\x03 \x01(\x02\x12\x12\n\nbytes_sent\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_sent\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x11\n\ttransport\x18\x07 \x01(\t\x12!\n\ttransfers\x18\x08 \x03(\x0b\x32\x0e.baton.v1.Span\x12$\n\x06totals\x18\t \x01(\x0b\x32\x14.baton.v1.StepTotals\x12\x15\n\rexposed_bytes\x18\n \x01(\x04\x32H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.prefill_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=60
-  _globals['_PREFILLREQUEST']._serialized_end=412
-  _globals['_PREFILLEVENT']._serialized_start=415
-  _globals['_PREFILLEVENT']._serialized_end=569
-  _globals['_PREFILLSTARTED']._serialized_start=571
-  _globals['_PREFILLSTARTED']._serialized_end=689
-  _globals['_FIRSTTOKENS']._serialized_start=691
-  _globals['_FIRSTTOKENS']._serialized_end=768
-  _globals['_PREFILLDONE']._serialized_start=771
-  _globals['_PREFILLDONE']._serialized_end=1026
-  _globals['_PREFILL']._serialized_start=1028
-  _globals['_PREFILL']._serialized_end=1100
+  _globals['_PREFILLREQUEST']._serialized_end=467
+  _globals['_PREFILLEVENT']._serialized_start=470
+  _globals['_PREFILLEVENT']._serialized_end=624
+  _globals['_PREFILLSTARTED']._serialized_start=626
+  _globals['_PREFILLSTARTED']._serialized_end=744
+  _globals['_FIRSTTOKENS']._serialized_start=746
+  _globals['_FIRSTTOKENS']._serialized_end=823
+  _globals['_PREFILLDONE']._serialized_start=826
+  _globals['_PREFILLDONE']._serialized_end=1081
+  _globals['_PREFILL']._serialized_start=1083
+  _globals['_PREFILL']._serialized_end=1155
 # @@protoc_insertion_point(module_scope)

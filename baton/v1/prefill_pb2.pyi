@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "destination", "cache_salt", "continuation", "deadline_s", "pins", "kv_policy")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "destination", "cache_salt", "continuation", "deadline_s", "pins", "kv_policy", "reply_to")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class PrefillRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    REPLY_TO_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -27,7 +28,8 @@ class PrefillRequest(_message.Message):
     deadline_s: float
     pins: _containers.RepeatedCompositeFieldContainer[_common_pb2.CachePin]
     kv_policy: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., deadline_s: _Optional[float] = ..., pins: _Optional[_Iterable[_Union[_common_pb2.CachePin, _Mapping]]] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    reply_to: _common_pb2.ReplyTo
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[_common_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., deadline_s: _Optional[float] = ..., pins: _Optional[_Iterable[_Union[_common_pb2.CachePin, _Mapping]]] = ..., kv_policy: _Optional[str] = ..., reply_to: _Optional[_Union[_common_pb2.ReplyTo, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("started", "first_tokens", "done")

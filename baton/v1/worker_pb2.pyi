@@ -17,6 +17,26 @@ ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
+class RepliesRequest(_message.Message):
+    __slots__ = ("stream",)
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    stream: bytes
+    def __init__(self, stream: _Optional[bytes] = ...) -> None: ...
+
+class ReplyBatch(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[Reply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[Reply, _Mapping]]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("call", "event")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    event: bytes
+    def __init__(self, call: _Optional[int] = ..., event: _Optional[bytes] = ...) -> None: ...
+
 class GetCacheRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

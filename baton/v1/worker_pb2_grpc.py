@@ -64,6 +64,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.Replies = channel.unary_stream(
+                '/baton.v1.Worker/Replies',
+                request_serializer=baton_dot_v1_dot_worker__pb2.RepliesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ReplyBatch.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -111,6 +116,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replies(self, request, context):
+        """The events of all calls that name this stream in their reply_to, in order, as many per message
+        as are ready. A router keeps one open per worker. When it ends, so do those calls.
+        ALREADY_EXISTS: the stream is open. INVALID_ARGUMENT: its name is too short to be a secret.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +157,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.FlushCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'Replies': grpc.unary_stream_rpc_method_handler(
+                    servicer.Replies,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.RepliesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ReplyBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +326,33 @@ class Worker:
             '/baton.v1.Worker/FlushCache',
             baton_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Worker/Replies',
+            baton_dot_v1_dot_worker__pb2.RepliesRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ReplyBatch.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,6 +17,7 @@ from baton.engine.transfer.base import (
     TransportFailed,
 )
 from baton.worker.activity import Draining
+from baton.worker.replies import RepliesEnded
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _STATUS: list[tuple[type[Exception], grpc.StatusCode]] = [
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (PrefixGone, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Draining, grpc.StatusCode.UNAVAILABLE),
+    (RepliesEnded, grpc.StatusCode.UNAVAILABLE),
     (LeaseExpired, grpc.StatusCode.DEADLINE_EXCEEDED),
     (HandoffRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (HandoffDamaged, grpc.StatusCode.DATA_LOSS),

@@ -21,6 +21,7 @@ from baton.engine.async_engine import AsyncEngine
 from baton.v1 import worker_pb2_grpc
 from baton.worker.exposition import exposed
 from baton.worker.prefix_feed import published_prefixes
+from baton.worker.replies import ReplyStreams
 from baton.worker.role_change import RoleChange
 from baton.worker.servicer import WorkerServicer
 from baton.worker.status import WorkerStatus
@@ -72,6 +73,7 @@ def run_worker(
 async def serve(
     status: WorkerStatus,
     engine: AsyncEngine,
+    replies: ReplyStreams,
     servicers: Sequence[AddServicer],
     service_names: Sequence[str],
     signals: StopSignals,
@@ -80,9 +82,9 @@ async def serve(
     """Runs one worker until a stop signal has been obeyed (None), or it is to go on in the role
     that is returned."""
     settings, change = status.settings, RoleChange(status, signals.roles, tls)
-    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status, change))
+    own = WorkerServicer(status, change, replies)
     server, port = await make_server(
-        [*servicers, own],
+        [*servicers, partial(worker_pb2_grpc.add_WorkerServicer_to_server, own)],
         f"{settings.host}:{settings.port}",
         [*service_names, "baton.v1.Worker"],
         settings.peer_timeout_s,
@@ -105,6 +107,7 @@ async def serve(
         # Leave the registry before the port closes, so that routers stop sending first.
         await announcer.stop()
         await registry.close()
+        replies.close()
         await server.stop(STOP_GRACE_S)
         await engine.stop()
     log.info("stopped id=%s", settings.worker_id)

@@ -9,6 +9,7 @@ from baton.cluster.workers import Role
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.prompt_cache import PromptCache
+from baton.worker.replies import ReplyStreams
 from baton.worker.role_change import RoleChange, RoleRefused
 from baton.worker.status import WorkerStatus
 from baton.worker.translate import layout_to_pb
@@ -17,9 +18,10 @@ _ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, status: WorkerStatus, change: RoleChange) -> None:
+    def __init__(self, status: WorkerStatus, change: RoleChange, replies: ReplyStreams) -> None:
         self._status = status
         self._change = change
+        self._replies = replies
         self._cache = PromptCache(status.parts.engine)
 
     async def GetInfo(
@@ -92,3 +94,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         except RoleRefused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.ChangeRoleResponse(drained=drained)
+
+    async def Replies(self, request: pb.RepliesRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._replies.serve(request.stream, context)

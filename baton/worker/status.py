@@ -57,6 +57,7 @@ class WorkerStatus:
             kv_policies=self.parts.config.kv_policies,
             profile=self.parts.profile,
             cores=self.settings.cores or (),
+            streams_replies=True,
         )
 
     def counters(self) -> pb.WorkerCounters:

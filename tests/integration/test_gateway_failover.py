@@ -226,9 +226,21 @@ async def test_another_first_token_than_the_client_has_is_never_continued(
     contradicts is dropped, and the answer goes on from the token that was shown."""
     async with running_gateway(model, scripted(TEXT), prefills=3, decodes=2) as gateway:
         first, second, _ = gateway.cluster.prefills
-        first.behaviour.fail, first.behaviour.fail_at = grpc.StatusCode.UNAVAILABLE, 1
+        shown = asyncio.Event()
+
+        async def fail_once_shown(context: Any, index: int) -> None:
+            if index == 1:
+                await shown.wait()
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted failure")
+
+        first._maybe_fail = fail_once_shown  # type: ignore[method-assign]
         second.behaviour.says = b"?"
-        events = await gateway.events(COMPLETIONS, LONG)
+        events = []
+        request = {**LONG, "stream": True}
+        async with gateway.client.stream("POST", COMPLETIONS, json=request) as response:
+            async for event in sse_events(response):
+                events.append(event)
+                shown.set()
         assert joined(events) == (WHOLE, ["length"])
         calls = [c for w in gateway.cluster.decodes for c in w.counters.requests]
         assert [bytes(c.continuation.output_token_ids) for c in calls] == [b"", b"T"]

@@ -84,9 +84,10 @@ async def running_gateway(
     prefills: int = 1,
     decodes: int = 1,
     redis_url: str | None = None,
+    streams_replies: bool = True,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
-    cluster = StubCluster(script, eos)
+    cluster = StubCluster(script, eos, streams_replies)
     for _ in range(prefills):
         await cluster.add_prefill()
     for _ in range(decodes):

@@ -28,6 +28,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from baton.worker.replies import ReplyStreams, Write
 
 LAYOUT = KVLayout("fingerprint-a", 2, 1, 8, 16, "float32")
 Script = Callable[[Sequence[int], int], list[int]]
@@ -137,6 +138,7 @@ class StubWorker:
         self.cluster = cluster
         self.behaviour = Behaviour()
         self.counters = Counters()
+        self.replies = ReplyStreams()
         self.record: WorkerRecord
         self.server: grpc.aio.Server
 
@@ -158,6 +160,7 @@ class StubWorker:
             max_num_seqs=64,
             num_blocks=1000,
             load=WorkerLoad(free_blocks=1000),
+            streams_replies=self.cluster.streams_replies,
         )
 
     async def kill(self) -> None:
@@ -212,6 +215,11 @@ class _WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.DrainResponse:
         return worker_pb2.DrainResponse(drained=self._worker.counters.running == 0)
 
+    async def Replies(
+        self, request: worker_pb2.RepliesRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._worker.replies.serve(request.stream, context)
+
 
 class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
     role = Role.PREFILL
@@ -238,16 +246,16 @@ class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
     async def _run(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        behaviour = self.behaviour
+        behaviour, answer = self.behaviour, await self.replies.answers(request, context)
         started = prefill_pb2.PrefillStarted(num_cached_tokens=behaviour.num_cached_tokens)
-        await context.write(prefill_pb2.PrefillEvent(started=started))
+        await answer(prefill_pb2.PrefillEvent(started=started))
         await asyncio.sleep(behaviour.start_s)
         await self._maybe_fail(context, 0)
         writer = self.cluster.writer(request, behaviour.says)
         done = len(request.continuation.output_token_ids)
         tokens = [writer.token(choice, done) for choice in choices_of(request)]
         first = prefill_pb2.FirstTokens(tokens=tokens)
-        await context.write(prefill_pb2.PrefillEvent(first_tokens=first))
+        await answer(prefill_pb2.PrefillEvent(first_tokens=first))
         self.counters.tokens_sent += len(tokens)
         await self._maybe_fail(context, 1)
         ended = {token.choice for token in tokens if token.finish_reason}
@@ -262,7 +270,7 @@ class StubPrefill(StubWorker, prefill_pb2_grpc.PrefillServicer):
             num_computed_tokens=len(request.prompt_token_ids) - behaviour.num_cached_tokens,
             finished=finished,
         )
-        await context.write(prefill_pb2.PrefillEvent(done=closing))
+        await answer(prefill_pb2.PrefillEvent(done=closing))
 
 
 class StubDecode(StubWorker, decode_pb2_grpc.DecodeServicer):
@@ -308,25 +316,27 @@ class StubDecode(StubWorker, decode_pb2_grpc.DecodeServicer):
     ) -> None:
         if self.behaviour.hang and self.behaviour.fail_at == 0:
             await asyncio.Event().wait()
+        answer = await self.replies.answers(request, context)
         landed = self.cluster.handoffs.landed[reservation_id] = asyncio.Event()
         reservation = common_pb2.Reservation(
             id=reservation_id, generation=1, address=self.record.address, lease_s=30
         )
         reserved = decode_pb2.Reserved(reservation=reservation)
-        await context.write(decode_pb2.GenerateEvent(reserved=reserved))
+        await answer(decode_pb2.GenerateEvent(reserved=reserved))
         if request.prefill_here:
             self.cluster.handoffs.finished[reservation_id] = set()
         else:
             await landed.wait()
-        await self._decode(request, context, reservation_id)
+        await self._decode(request, context, answer, reservation_id)
         cached = self.behaviour.num_cached_tokens if request.prefill_here else 0
         done = decode_pb2.GenerateDone(num_cached_tokens=cached)
-        await context.write(decode_pb2.GenerateEvent(done=done))
+        await answer(decode_pb2.GenerateEvent(done=done))
 
     async def _decode(
         self,
         request: decode_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext,
+        answer: Write,
         reservation_id: str,
     ) -> None:
         writer = self.cluster.writer(request)
@@ -342,14 +352,17 @@ class StubDecode(StubWorker, decode_pb2_grpc.DecodeServicer):
             ended |= {token.choice for token in tokens if token.finish_reason}
             event = decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens(tokens=tokens))
             self.counters.tokens_sent += len(tokens)
-            await context.write(event)
+            await answer(event)
 
 
 class StubCluster:
     """Some prefill and decode stubs and the directory that knows them."""
 
-    def __init__(self, script: Script, eos: int | None = None) -> None:
+    def __init__(
+        self, script: Script, eos: int | None = None, streams_replies: bool = True
+    ) -> None:
         self.script = script
+        self.streams_replies = streams_replies
         self.eos = eos
         self.handoffs = Handoffs()
         self.reservations = itertools.count(1)

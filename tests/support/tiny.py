@@ -32,6 +32,7 @@ from baton.store import StoredModel
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from baton.worker.activity import Activity
 from baton.worker.boot import Loaded, Parts, pins_for, shared_memory
+from baton.worker.replies import ReplyStreams
 from baton.worker.role_change import RoleChange
 from baton.worker.servicer import WorkerServicer
 from baton.worker.status import WorkerStatus
@@ -154,9 +155,10 @@ async def run_prefill(path: Path, **settings: Any) -> AsyncIterator[RunningWorke
     activity.transfers.links, activity.transfers.resources = pairs.links, pairs.resources
     worker = PrefillWorker(engine, parts.cache.layout, activity)
     status = WorkerStatus(Role.PREFILL, config, new_incarnation(), parts, activity)
-    servicer = PrefillServicer(worker, pairs, VOCAB)
+    replies = ReplyStreams()
+    servicer = PrefillServicer(worker, pairs, VOCAB, replies)
     adders = [partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)]
-    async with _serving(engine, status, adders) as address:
+    async with _serving(engine, status, replies, adders) as address:
         yield RunningWorker(address, parts, status, worker, pairs)
         await pairs.close()
     await channels.close()
@@ -172,23 +174,23 @@ async def run_decode(path: Path, **settings: Any) -> AsyncIterator[RunningWorker
     status = WorkerStatus(Role.DECODE, config, new_incarnation(), parts, activity)
     inbox = Inbox(config, parts.cache.layout)
     activity.transfers.resources = inbox.resources
-    decode = DecodeServicer(worker, status, VOCAB, inbox)
+    replies = ReplyStreams()
+    decode = DecodeServicer(worker, status, VOCAB, inbox, replies)
     transfer = KVTransferServicer(
         worker, inbox, parts.cache.layout, status.incarnation, config.lease_s
     )
     adders = [partial(decode_pb2_grpc.add_DecodeServicer_to_server, decode), transfer.add_to]
-    async with _serving(engine, status, adders) as address:
+    async with _serving(engine, status, replies, adders) as address:
         yield RunningWorker(address, parts, status, worker, inbox)
     inbox.close()
 
 
 @contextlib.asynccontextmanager
 async def _serving(
-    engine: AsyncEngine[Any], status: WorkerStatus, adders: list[Any]
+    engine: AsyncEngine[Any], status: WorkerStatus, replies: ReplyStreams, adders: list[Any]
 ) -> AsyncIterator[str]:
-    own = partial(
-        worker_pb2_grpc.add_WorkerServicer_to_server, WorkerServicer(status, RoleChange(status))
-    )
+    servicer = WorkerServicer(status, RoleChange(status), replies)
+    own = partial(worker_pb2_grpc.add_WorkerServicer_to_server, servicer)
     tls = open_tls(status.settings.tls_dir)
     server, port = await make_server([*adders, own], "127.0.0.1:0", [], tls=tls)
     status.address = f"127.0.0.1:{port}"
@@ -197,5 +199,6 @@ async def _serving(
     try:
         yield status.address
     finally:
+        replies.close()
         await server.stop(0.1)
         await engine.stop()

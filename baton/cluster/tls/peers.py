@@ -32,6 +32,7 @@ _WORKER_CALLS = {
     "/baton.v1.Worker/GetCache": ("router", "admin"),
     "/baton.v1.Worker/Unpin": ("router", "admin"),
     "/baton.v1.Worker/FlushCache": ("router", "admin"),
+    "/baton.v1.Worker/Replies": ("router",),
 }
 _log = logging.getLogger(__name__)
 
