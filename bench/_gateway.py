@@ -83,14 +83,19 @@ async def _compare(
 async def cpu_s(port: int, child: "subprocess.Popen[str]", requests: int) -> float:
     """CPU seconds of the process per request."""
     before = _cpu_time_s(child.pid)
+    await send(port, requests, CLIENTS)
+    return (_cpu_time_s(child.pid) - before) / requests
+
+
+async def send(port: int, requests: int, clients: int) -> None:
+    """So many streamed requests, each client one after the other."""
     left = iter(range(requests))
 
     async def client() -> None:
         for _ in left:
             await _request(port, [1, 2, 3, 4, 5, 6, 7, 8])
 
-    await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    return (_cpu_time_s(child.pid) - before) / requests
+    await asyncio.gather(*(client() for _ in range(clients)))
 
 
 def _cpu_time_s(pid: int) -> float:

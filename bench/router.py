@@ -1,7 +1,7 @@
 """What the router costs: decisions, prefix look-ups against a real Redis, streamed requests.
 
 `placement`: one decision of the slo policy among so many workers, half of them prefill, all with
-load and some with a part of the prompt cached. `gateway`: see `_gateway.py`.
+load and some with a part of the prompt cached. `gateway`: see `_gateway.py` and `_routers.py`.
 
 `prefix_lookup`: one look-up of a prompt on 64 workers that all hold a part of it, of a different
 length each: the dearest case. `prefix_hash` is what the router computes before it asks.
@@ -15,6 +15,7 @@ import random
 import time
 
 import _gateway
+import _routers
 from _common import Report, parser
 from _sim_workers import SPEEDS, make_workers
 
@@ -42,6 +43,7 @@ def main() -> None:
     _placements(report, 300 if arguments.quick else 3000)
     asyncio.run(_prefix_lookups(report, 100 if arguments.quick else 1000))
     asyncio.run(_gateway.measure(report, 200 if arguments.quick else 1000))
+    asyncio.run(_routers.measure(report, 100 if arguments.quick else 400))
     report.finish(arguments.json)
 
 
