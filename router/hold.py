@@ -106,7 +106,9 @@ class Hold:
             if decode is not None:
                 company = self._stay.so_far(time.monotonic())
                 prefilled, decoded = map(totals_from_pb, (done.prefill_steps, done.decode_steps))
-                self._predictor.saw_steps(decode, prefilled, self._prefill_company)
+                # After a hand-off the prompts computed beside it are those of others, all along.
+                beside = self._prefill_company if prefill is None else company
+                self._predictor.saw_steps(decode, prefilled, beside)
                 self._predictor.saw_steps(decode, decoded, company)
                 self._predictor.saw_drafts(decode, self._steps, self._computed, self._drawn)
             return

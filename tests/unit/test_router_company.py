@@ -5,9 +5,12 @@ import random
 
 import pytest
 
+from baton.cluster.load_ledger import LoadLedger
 from baton.cluster.workers import Role, WorkerRecord
 from baton.step_totals import StepTotals
+from baton.v1 import common_pb2, decode_pb2
 from router.company import Company
+from router.hold import Hold
 from router.placement import POLICIES, RequestFacts, Rules, place
 from router.planner import Planner
 from router.predictor import Phase, Predictor, slowed
@@ -129,3 +132,35 @@ def test_what_the_router_gives_out_is_company_for_the_next() -> None:
         second = planner.plan(facts, workers)
         assert second.prefill == workers[1]
     assert planner.plan(facts, workers).prefill == workers[0]
+
+
+@pytest.mark.parametrize("handed_off", [True, False])
+def test_prompts_computed_beside_an_answer_are_learned_with_the_company_of_their_worker(
+    handed_off: bool,
+) -> None:
+    """After a hand-off they were learned with that of the prefill worker, on other cores."""
+    learned: list[tuple[str, bool, float]] = []
+
+    class Learning(Predictor):
+        def saw_steps(self, worker: WorkerRecord, totals: StepTotals, company: float = 0.0) -> None:
+            learned.append((worker.worker_id, totals.prefill_tokens > 0, company))
+
+    workers = [
+        record(Role.PREFILL, "p", address="one:1", cores=(0,)),
+        record(Role.DECODE, "d", address="one:2", cores=(1,)),
+        record(Role.DECODE, "beside", address="one:3", cores=(1,)),
+    ]
+    company = seen(*workers)
+    planner, facts = Planner(POLICIES["slo"](), Rules("never")), RequestFacts(400, 20, 1)
+    planner.saw_workers(workers, 0.0)
+    plan = planner.plan(facts, workers[:2])
+    if not handed_off:
+        plan = plan._replace(prefill=None)
+    company.stay("beside", 0.0)
+    hold = Hold(plan, facts, LoadLedger(), Learning(), company, lambda: None)
+    hold.heard("first_tokens" if handed_off else "tokens", decode_pb2.GenerateEvent())
+    steps = common_pb2.StepTotals(steps=1, prefill_tokens=8, seconds=0.1)
+    done = decode_pb2.GenerateDone(prefill_steps=steps, decode_steps=common_pb2.StepTotals(steps=1))
+    hold.heard("done", decode_pb2.GenerateEvent(done=done))
+    assert [(name, mixed) for name, mixed, _ in learned] == [("d", True), ("d", False)]
+    assert [found for _, _, found in learned] == pytest.approx([1.0, 1.0], abs=0.1)
