@@ -9,10 +9,19 @@ import contextlib
 import multiprocessing
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 from _common import Report
-from _gateway import free_port, process, router_flags, send, stub_cluster, until_ready
+from _gateway import (
+    START_TIMEOUT_S,
+    free_port,
+    process,
+    router_flags,
+    send,
+    stub_cluster,
+    until_ready,
+)
 
 CLIENTS = 24
 """Of each router."""
@@ -20,6 +29,7 @@ MOST = 3
 QUARTERS = 4
 TURN_S = 0.005
 WARM_UP = 100
+MOST_S = 120.0
 SETTLE_S = 3.0
 """Routers tell each other of themselves within that time."""
 
@@ -45,15 +55,20 @@ async def _rate(redis_url: str, count: int, requests: int) -> float:
         await send(port, WARM_UP * count, CLIENTS * count)
         with _in_turn([router.pid for router in routers]):
             start = time.perf_counter()
-            await send(port, requests * count, CLIENTS * count)
+            async with asyncio.timeout(MOST_S):
+                await send(port, requests * count, CLIENTS * count)
             return requests * count / (time.perf_counter() - start)
 
 
 @contextlib.contextmanager
 def _in_turn(pids: list[int]) -> Iterator[None]:
-    turns = multiprocessing.get_context("spawn").Process(target=_give_turns, args=(pids,))
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    turns = context.Process(target=_give_turns, args=(pids, begun))
     turns.start()
     try:
+        if not begun.wait(START_TIMEOUT_S):
+            raise TimeoutError("nobody gives the routers their turns")
         yield
     finally:
         turns.kill()
@@ -62,10 +77,11 @@ def _in_turn(pids: list[int]) -> Iterator[None]:
             psutil.Process(pid).resume()
 
 
-def _give_turns(pids: list[int]) -> None:
+def _give_turns(pids: list[int], begun: Any) -> None:
     routers = [psutil.Process(pid) for pid in pids]
     for router in routers:
         router.suspend()
+    begun.set()
     while True:
         for router in routers:
             router.resume()

@@ -19,6 +19,7 @@ from baton.cluster.once import Once
 from baton.cluster.rpc import error_from_rpc, refusal
 from baton.cluster.workers import WorkerRecord
 from router.notes import note
+from router.replies import DirectCall, StreamedCall
 
 _log = logging.getLogger(__name__)
 LATE_S = 0.05
@@ -57,14 +58,13 @@ class WorkerCall:
     def __init__(
         self,
         worker: WorkerRecord,
-        call: Any,
+        call: DirectCall | StreamedCall,
         trail: CallTrail,
         heard: Callable[[str | None, Any], None],
         refusals: Once,
     ) -> None:
-        """`call`, gRPC's own or a `StreamedCall`, reads pairs of an event and its bytes. `heard`
-        gets the kind of every event and the event as soon as it comes. `refusals`: what has been
-        told of workers that cannot prove who they are, or do not believe who we are."""
+        """`heard` gets the kind of every event and the event as soon as it comes. `refusals`: what
+        has been told of workers that cannot prove who they are, or do not believe who we are."""
         self.worker = worker
         self._call = call
         self._trail = trail
@@ -128,8 +128,8 @@ class WorkerCall:
         self.ahead().add_done_callback(lambda _: self._end())
 
     def _end(self) -> None:
-        if self._over:  # kept until then: gRPC cancels a call that nobody holds
-            self._call.add_done_callback(_ended)
+        if self._over:
+            self._call.let_end()
         else:
             self._call.cancel()
 
@@ -158,10 +158,6 @@ class WorkerCall:
             unreachable = code is grpc.StatusCode.UNAVAILABLE
             return self.fault(str(reaction), unreachable, code is grpc.StatusCode.ABORTED)
         return reaction
-
-
-def _ended(call: Any) -> None:
-    """Nothing is left to be done."""
 
 
 def _seen(ahead: "asyncio.Task[Any]") -> None:

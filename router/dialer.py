@@ -14,7 +14,7 @@ from router.hold import Hold
 from router.job import Leg
 from router.notes import read_tokens
 from router.placement import Plan
-from router.replies import Method, Replies, open_call
+from router.replies import DirectCall, Method, Replies
 
 STOP_TIMEOUT_S = 1.0
 
@@ -77,9 +77,9 @@ class Dialer:
         )
         channel, timeout_s = self._channels.get(worker.address), leg.job.time_left()
         call = (
-            self._replies.open_call(channel, worker.address, method, request, timeout_s)
+            self._replies.call(channel, worker.address, method, request, timeout_s)
             if worker.streams_replies
-            else open_call(channel, method, request, timeout_s)
+            else DirectCall(channel, method, request, timeout_s)
         )
         return WorkerCall(worker, call, trail, hold.heard, self._refusals)
 

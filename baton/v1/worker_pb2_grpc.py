@@ -119,7 +119,8 @@ class WorkerServicer:
     def Replies(self, request, context):
         """The events of all calls that name this stream in their reply_to, in order, as many per message
         as are ready. A router keeps one open per worker. When it ends, so do those calls.
-        ALREADY_EXISTS: the stream is open. INVALID_ARGUMENT: its name is too short to be a secret.
+        INVALID_ARGUMENT: its name is no secret, or too long. ALREADY_EXISTS: the stream is open.
+        RESOURCE_EXHAUSTED: too many are. UNAVAILABLE: this worker is leaving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

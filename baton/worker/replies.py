@@ -21,7 +21,7 @@ MAX_WAITING = 1 << 14
 """Events of a stream that are not written yet; who has more to say waits."""
 OPENING_S = 3.0
 """A call may come before the stream that it names."""
-_NAME_BYTES = range(16, 65)
+_NAME_LENGTHS = range(16, 65)
 
 Write = Callable[[Message], Awaitable[None]]
 
@@ -30,7 +30,7 @@ class RepliesEnded(Exception):
     """The stream that a call names is not open."""
 
 
-class _Stream:
+class _RouterStream:
     def __init__(self) -> None:
         self._batch = pb.ReplyBatch()
         self._changed = asyncio.Event()
@@ -68,7 +68,7 @@ class ReplyStreams:
     """Of one life of a worker. Used on the event loop only."""
 
     def __init__(self) -> None:
-        self._streams: dict[bytes, _Stream] = {}
+        self._streams: dict[bytes, _RouterStream] = {}
         self._opened = asyncio.Event()
         self._closed = False
 
@@ -78,7 +78,7 @@ class ReplyStreams:
     async def serve(self, name: bytes, context: grpc.aio.ServicerContext) -> None:
         """Worker.Replies: writes until the router leaves or the worker does."""
         await self._check(name, context)
-        stream = self._streams[name] = _Stream()
+        stream = self._streams[name] = _RouterStream()
         self._opened.set()
         self._opened = asyncio.Event()
         try:
@@ -107,7 +107,7 @@ class ReplyStreams:
             stream.close()
 
     async def _check(self, name: bytes, context: grpc.aio.ServicerContext) -> None:
-        if len(name) not in _NAME_BYTES:
+        if len(name) not in _NAME_LENGTHS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "stream must be 16 to 64 bytes")
         if name in self._streams:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "stream: it is open already")
@@ -118,7 +118,7 @@ class ReplyStreams:
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams are open already"
             )
 
-    async def _find(self, name: bytes) -> _Stream:
+    async def _find(self, name: bytes) -> _RouterStream:
         try:
             async with asyncio.timeout(OPENING_S):
                 while name not in self._streams:

@@ -225,6 +225,38 @@ async def test_a_worker_that_has_no_streams_answers_by_its_calls(model: TextMode
             assert len(worker.replies) == 0
 
 
+async def test_an_answer_whose_call_ends_without_its_last_event_goes_on_elsewhere(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker says that all is well, and nothing more comes."""
+    monkeypatch.setattr("router.replies.LAST_EVENTS_S", 0.1)
+    async with running_gateway(model, scripted(TEXT), decodes=2) as gateway:
+        for decode in gateway.cluster.decodes:
+            decode.behaviour.end_early_at = 5
+            monkeypatch.setattr(decode.replies, "answers", without_done(decode))
+        first = asyncio.create_task(gateway.events(COMPLETIONS, ASKED))
+        await until(lambda: any(w.counters.completed for w in gateway.cluster.decodes))
+        for decode in gateway.cluster.decodes:
+            decode.behaviour.end_early_at = None
+        async with asyncio.timeout(10):
+            assert joined(await first) == (WHOLE, ["length"])
+
+
+def without_done(worker: StubWorker) -> Any:
+    answers = worker.replies.answers
+
+    async def dropping(request: Any, context: Any) -> replies.Write:
+        answer = await answers(request, context)
+
+        async def write(event: Any) -> None:
+            if not event.HasField("done"):
+                await answer(event)
+
+        return write
+
+    return dropping
+
+
 async def test_who_leaves_in_the_middle_is_forgotten(gateway: RunningGateway) -> None:
     """What the worker says until it hears of that is for nobody."""
     (decode,) = gateway.cluster.decodes
