@@ -26,7 +26,7 @@ from baton.engine.beam_group import accept_beam
 from baton.engine.block_manager import NoFreeBlocks
 from baton.engine.decode_scheduler import DecodeScheduler
 from baton.engine.engine import Engine
-from baton.engine.policy_blocks import num_tail_blocks
+from baton.engine.policy_blocks import need, num_tail_blocks
 from baton.engine.sequence import Sequence, SequenceStatus, StepOutput
 from baton.engine.transfer.base import FirstToken, HandoffRefused
 
@@ -163,25 +163,32 @@ class Reservations:
     # --- under the engine's lock ------------------------------------------------------------
 
     def _reserve(self, seq: Sequence) -> Reservation:
-        scheduler, blocks = self._scheduler, self._blocks
-        choices = sum(len(s.choices) for s in scheduler.running) + len(seq.choices)
-        if choices + scheduler.num_promised_seqs > scheduler.config.max_num_seqs:
-            raise NoFreeBlocks(f"{scheduler.config.max_num_seqs} sequences run or are promised")
-        if scheduler.waiting:
-            raise NoFreeBlocks(f"{len(scheduler.waiting)} sequences wait for blocks")
+        """Not at the cost of who waits already: it starts with the next steps, and finds room."""
+        scheduler, blocks, most = self._scheduler, self._blocks, self._scheduler.config.max_num_seqs
+        choices = sum(len(s.choices) for s in (*scheduler.running, *scheduler.waiting, seq))
+        if choices + scheduler.num_promised_seqs > most:
+            raise NoFreeBlocks(f"{most} sequences run, wait or are promised")
         held = blocks.known_of_handoff(seq)
         seq.num_dropped_tokens = seq.dropped_of(seq.num_initial_tokens, blocks.block_size)
         # One more block per choice, so that it is not preempted as soon as it starts.
         each = 1 + num_tail_blocks(scheduler.config, seq)
         wanted = self._num_blocks(seq) + each * len(seq.choices)
-        promised = min(wanted, blocks.num_blocks) - len(held)
-        if not blocks.can_take(promised, held):
-            raise NoFreeBlocks(f"{promised} blocks needed, {blocks.num_available} available")
+        promised, owed = min(wanted, blocks.num_blocks) - len(held), self._owed()
+        if not blocks.can_take(promised + owed, held):
+            raise NoFreeBlocks(
+                f"{promised} blocks needed, {owed} by who waits, {blocks.num_available} available"
+            )
         blocks.reuse(held)
         blocks.promise(promised)
         scheduler.num_promised_seqs += len(seq.choices)
         seq.block_table = held
         return Reservation(seq, len(held), promised)
+
+    def _owed(self) -> int:
+        """Blocks of sequences that have not started, at most."""
+        config = self._scheduler.config
+        waiting = self._scheduler.waiting
+        return sum(need(config, seq, len(seq.token_ids)).total for seq in waiting)
 
     def _take_blocks(self, reservation: Reservation) -> None:
         seq = reservation.seq
