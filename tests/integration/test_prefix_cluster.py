@@ -11,11 +11,13 @@ import pytest
 from baton.cluster.prefix_index import PrefixIndex, PrefixMatches, PrefixStore, PromptBlocks
 from baton.cluster.redis_link import RedisLink
 from baton.cluster.workers import Role, WorkerRecord
+from baton.step_totals import StepTotals, chunk_attention
 from baton.store import StoredModel
 from tests.integration.test_cluster_ledger import body, prompt
 from tests.support.cluster import COMPLETIONS, Cluster, ClusterWorker, running_cluster
 from tests.support.redis import eventually, until, until_equal
 
+TOKEN_S = 0.002
 PROMPT = list(range(20, 120))  # 6 full blocks of 16 and a rest
 
 
@@ -162,6 +164,16 @@ def slow_down(worker: ClusterWorker, token_s: float) -> None:
     runner.run = run_slowly
 
 
+def teach_speed(cluster: Cluster) -> None:
+    """To the router, of both prefill workers alike: what it measured of four prompts on a busy
+    machine made one of them look slow enough to compute a prompt again on the other."""
+    predictor = cluster.gateway.planner.predictor
+    for record in cluster.gateway.directory.snapshot():
+        for length in [30, 60, 90, 120, 400] * 10 if record.role is Role.PREFILL else []:
+            attended = chunk_attention(0, length)
+            predictor.saw_steps(record, StepTotals(1, length, attended, 0, 0, TOKEN_S * length))
+
+
 async def test_a_prompt_asked_for_many_times_at_once_is_computed_once(
     tiny_chat: StoredModel,
 ) -> None:
@@ -172,9 +184,9 @@ async def test_a_prompt_asked_for_many_times_at_once_is_computed_once(
         assert index is not None
         index._lookup_timeout_s = 2.0  # a busy machine must not decide
         for worker in cluster.prefills:
-            slow_down(worker, 0.002)
-        for length in (30, 60, 90, 120):  # the router learns what a prompt takes
-            await cluster.ask(COMPLETIONS, **body(prompt(rng, length)))
+            slow_down(worker, TOKEN_S)
+        await cluster.ask(COMPLETIONS, **body(prompt(rng, 30)))
+        teach_speed(cluster)
         before = await cluster.totals(cluster.prefills)
         same = body(prompt(rng, 400))
         answers = await asyncio.gather(*(cluster.ask(COMPLETIONS, **same) for _ in range(6)))
