@@ -107,7 +107,7 @@ async def serve(
         # Leave the registry before the port closes, so that routers stop sending first.
         await announcer.stop()
         await registry.close()
-        replies.close()
+        replies.close()  # they end with their routers only: stopping would wait for them
         await server.stop(STOP_GRACE_S)
         await engine.stop()
     log.info("stopped id=%s", settings.worker_id)

@@ -1,8 +1,8 @@
 """How the events of calls get back to a router: all its calls share one stream; see worker.proto.
 
-A step of the engine is one message then, not one per sequence: to write and read a message costs
-more than all else that is done for a token. A call that names no stream gets its events as its own
-responses. How a call ends, and why it failed, is always the status of the call itself.
+A step of the engine is one message then, not one per sequence. A call that names no stream gets its
+events as its own responses. How a call ends, and why it failed, is always the status of the call
+itself.
 """
 
 import asyncio

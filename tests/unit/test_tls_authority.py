@@ -14,7 +14,7 @@ from baton.cluster.tls import TlsFolder, authority
 from baton.cluster.tls.authority import CA_KEY, Order
 from baton.cluster.tls.folder import CA, CERT, KEY
 from baton.cluster.tls.keeper import Keeper
-from baton.cluster.tls.peers import ROLES
+from baton.cluster.tls.peers import ROLES, allowed
 from tests.support.tls import DAY, make_certificates
 
 
@@ -135,3 +135,18 @@ def test_the_commands_make_show_and_renew_certificates(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["issue", *wrong, "-a", ca])
         assert isinstance(result.exception, SettingsError)
     run("issue", "decode", worker, "--host", "x", "-a", ca, "--hours", "1e15", code=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "roles"),
+    [
+        ("/baton.v1.Decode/Generate", ("router",)),
+        ("/baton.v1.KVTransfer/Push", ("prefill",)),
+        ("/baton.v1.Worker/Replies", ("router",)),
+        ("/baton.v1.Worker/ChangeRole", ("admin",)),
+        ("/baton.v1.Worker/GetInfo", ("router", "prefill", "decode", "admin")),
+    ],
+)
+def test_a_method_is_for_those_whose_business_it_is(method: str, roles: tuple[str, ...]) -> None:
+    """A method that is not in the table would be for everybody."""
+    assert allowed(method) == roles
