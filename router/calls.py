@@ -122,10 +122,12 @@ class WorkerCall:
         if not self._left:
             self._end()
 
-    def leave(self) -> None:
-        """Nobody reads on; the call ends when its next event has come and is noted."""
+    def leave(self) -> "asyncio.Task[Any]":
+        """Nobody reads on; the call ends when its next event, which it gives, has come and is
+        noted."""
         self._left = True
         self.ahead().add_done_callback(lambda _: self._end())
+        return self.ahead()
 
     def _end(self) -> None:
         if self._over:

@@ -13,6 +13,7 @@ import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.cluster.errors import WorkerUnavailable
 from baton.cluster.settings import RouterSettings
@@ -33,7 +34,8 @@ MAX_ATTEMPTS = 3
 MAX_OUTRUN = 2
 # A hand-off fails on both sides when decode is lost; the two see it that much apart.
 BLAME_S = 1.0
-# Decode's closing statistics come with its last tokens; nobody waits longer for them.
+# Closing statistics come with the last tokens, decode's, and prefill's after a hand-off; nobody
+# waits longer for them.
 CLOSING_S = 1.0
 
 
@@ -121,6 +123,7 @@ class Conductor:
     ) -> None:
         decode: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
+        overtaken: asyncio.Task[Any] | None = None
         with self.planner.hold(plan, leg.facts) as hold:
             try:
                 with self.selection.expecting(leg, plan):  # a refusal takes it back
@@ -131,7 +134,9 @@ class Conductor:
                         reservation = await self._reserve(leg, decode)
                 # 2) Prefill computes the prompt, answers the first token, hands the cache over.
                 if plan.prefill is not None:
-                    await self._prefill(leg, hold, decode, reservation, output, served, slot)
+                    overtaken = await self._prefill(
+                        leg, hold, decode, reservation, output, served, slot
+                    )
                 else:
                     self._accepted(leg, slot)
                 # 3) Decode goes on from there.
@@ -140,6 +145,8 @@ class Conductor:
                     if hold.plan.prefill is not None:
                         self.selection.landed(leg, decode.worker)
                     await self._follow_decode(leg, decode, reservation, output, served)
+                if overtaken is not None:
+                    await asyncio.wait({overtaken}, timeout=CLOSING_S)
             finally:
                 if decode is not None:
                     decode.cancel()
@@ -165,8 +172,9 @@ class Conductor:
         output: Output,
         served: Served,
         slot: Slot,
-    ) -> None:
-        """On one worker; when that is lost, on another for the same promise of room."""
+    ) -> "asyncio.Task[Any] | None":
+        """On one worker; when that is lost, on another for the same promise of room. Gives what is
+        still to come of a prefill worker that decode has overtaken."""
         while (worker := hold.plan.prefill) is not None:
             opened_at = time.monotonic()
             prefill = self.dialer.prefill(leg, worker, reservation, hold)
@@ -182,6 +190,7 @@ class Conductor:
                 reservation.generation += 1  # what the lost one may still send is refused
             finally:
                 prefill.cancel()
+        return None
 
     async def _another_prefill(
         self, leg: Leg, fault: WorkerFault, decode: WorkerCall | None
@@ -206,13 +215,12 @@ class Conductor:
         output: Output,
         served: Served,
         slot: Slot,
-    ) -> None:
+    ) -> "asyncio.Task[Any] | None":
         """Until the hand-off is committed, or every choice ended on its first token."""
         generation, answered = output.generation, False
         while True:
             if await self._decode_began(prefill, decode, answered):
-                prefill.leave()
-                break
+                return prefill.leave()
             event = await prefill.read()
             kind = event.WhichOneof("event") if event is not None else "done"
             if kind == "started":
@@ -224,11 +232,12 @@ class Conductor:
                 tokens = event.first_tokens.tokens
                 await self._deliver(leg, tokens, prefill, output, served, again=True)
                 if self._ended_here(leg, generation, tokens):
-                    return
+                    return None
             elif kind == "done":
                 break
         if not answered or (decode is None and generation.unfinished(leg.choices)):
             raise prefill.fault("the stream ended without its tokens")
+        return None
 
     async def _decode_began(
         self, prefill: WorkerCall, decode: WorkerCall | None, answered: bool

@@ -19,7 +19,7 @@ from baton.engine.transfer.base import HandoffLost
 from baton.store import StoredModel
 from decode_service.inbox import Inbox
 from decode_service.reservations import Reservations
-from prefill_service.worker import PrefillWorker
+from prefill_service.worker import Done, PrefillWorker
 from router.generation import Generation
 from tests.integration.test_cluster_ledger import body, ledger_of, prompt, slow_down
 from tests.support.cluster import COMPLETIONS, Cluster, running_cluster
@@ -151,6 +151,31 @@ async def test_a_slow_transfer_is_named(
         monkeypatch.setattr(Inbox, "deliver", slowly)
         ledger = await ask(running, "slow-link", body(prompt(random.Random(9), 40)), LATE_TOKENS)
     assert tpot_miss(ledger)["cause"] == "transfer"
+
+
+async def test_a_transfer_is_told_of_though_decode_is_quicker_with_all_the_rest(
+    tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill says last what it sent: a ledger that ended with decode once had no transfer."""
+    prefill = PrefillWorker.prefill
+
+    def decoded() -> bool:
+        scheduler = running.decodes[0].scheduler
+        return not scheduler.num_promised_seqs and not list(scheduler.sequences())
+
+    async def late_at_last(self: PrefillWorker, job: Any) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(prefill(self, job)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    await until(decoded)
+                    await asyncio.sleep(SLOW_S)
+                yield event
+
+    async with running_cluster(tiny_chat, router={"decode_prefills": "never"}) as running:
+        monkeypatch.setattr(PrefillWorker, "prefill", late_at_last)
+        ledger = await ask(running, "overtaken", body(prompt(random.Random(9), 40)))
+    assert ledger["timing"]["transfer"]["bytes"] > 0
+    assert "kv_transfer" in phases(ledger)
 
 
 async def test_a_full_decode_batch_is_named(
