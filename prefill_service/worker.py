@@ -94,8 +94,8 @@ class PrefillWorker:
         with self._activity.request(), self._engine.stream(seq.group) as stream:
             queued = time.monotonic()
             pin_prompt(self._engine.engine, seq, job.pins)
-            self._engine.engine.add(seq)
             async with self._handoff(job, seq) as handoff:
+                self._engine.engine.add(seq)  # from here on its layers may be reported
                 step = await stream.next()
                 started = queued if seq.started_at is None else seq.started_at
                 yield Started(seq.num_cached_tokens, queued, started)

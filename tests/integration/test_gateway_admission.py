@@ -58,10 +58,10 @@ async def test_it_is_refused_as_soon_as_its_target_passes_in_the_queue(model: Te
 
 async def test_turns_go_by_priority_and_then_by_deadline(model: TextModel) -> None:
     async with running_gateway(model, scripted("abcdef"), max_running=1) as gateway:
-        (prefill,), (decode,) = gateway.cluster.prefills, gateway.cluster.decodes
-        prefill.behaviour.start_s = 0.2
-        tasks = [asyncio.create_task(gateway.post(COMPLETIONS, BODY))]
-        await until(lambda: prefill.counters.running == 1)
+        (decode,) = gateway.cluster.decodes
+        decode.behaviour.hang, decode.behaviour.fail_at = True, 2
+        first, tasks = asyncio.create_task(gateway.post(COMPLETIONS, BODY)), []
+        await until(lambda: decode.counters.running == 1)
         wishes = {
             "plain": {},
             "later": {"x-baton-ttft-ms": "9000"},
@@ -72,7 +72,8 @@ async def test_turns_go_by_priority_and_then_by_deadline(model: TextModel) -> No
             body = {**BODY, "prompt": "q" * (number + 1)}
             tasks.append(asyncio.create_task(gateway.post(COMPLETIONS, body, headers=headers)))
             await until(lambda n=number: gateway.gateway.admission.waiting == n + 1)
-        prefill.behaviour.start_s = 0.0
+        decode.behaviour.hang = False
+        first.cancel()
         assert {r.status_code for r in await asyncio.gather(*tasks)} == {200}
         turns = [len(request.prompt_token_ids) for request in decode.counters.requests[1:]]
         assert [list(wishes)[length - 1] for length in turns] == ["high", "soon", "later", "plain"]

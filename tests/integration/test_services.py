@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -21,6 +23,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from decode_service.reservations import Reservations
 from tests.support.client import PairClient, sampling_pb
 from tests.support.tiny import VOCAB, RunningWorker, run_decode, run_prefill
 
@@ -249,13 +252,30 @@ async def test_a_choice_goes_on_elsewhere_with_the_tokens_it_would_have_given(
 
 
 async def test_concurrent_requests_in_a_tiny_pool_are_preempted_and_keep_their_text(
-    tiny_llama: Path, llm: LLM
+    tiny_llama: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both have landed before the first step, or one might end before the other begins."""
+    commit, landed = Reservations.commit, threading.Semaphore(0)
+
+    def counted(*landing: Any) -> None:
+        commit(*landing)
+        landed.release()
+
+    monkeypatch.setattr(Reservations, "commit", counted)
     async with (
         run_prefill(tiny_llama) as prefill,
         run_decode(tiny_llama, num_blocks=14) as decode,
         PairClient(prefill, decode) as client,
     ):
+        runner, missing = decode.parts.engine._runner, [1, 2]
+        run = runner.run
+
+        def together(batch: Any) -> Any:
+            while missing and landed.acquire(timeout=10):
+                missing.pop()
+            return run(batch)
+
+        monkeypatch.setattr(runner, "run", together)
         prompts = [random_prompt(16, seed) for seed in (1, 2)]
         served = await asyncio.gather(
             *(client.serve(p, sampling_pb(max_tokens=24, ignore_eos=True)) for p in prompts)

@@ -18,6 +18,7 @@ from baton.engine.transfer.torch_dist import TorchLink
 from decode_service.inbox import Inbox
 from decode_service.incoming import IncomingHandoff
 from prefill_service import wire_policy
+from prefill_service.handoff import Handoff
 from prefill_service.inline import InlineLink
 from tests.integration.test_services import prefill_request
 from tests.support.client import sampling_pb
@@ -270,6 +271,38 @@ async def test_frames_are_short_until_their_link_has_shown_what_it_carries(
     assert sender._link and counts[0] >= sender._link.depth and counts[1] == 1
     known.failed(sender._link, "broken on purpose")
     assert known.frame_bytes(sender._link) == least
+    await pair.settle()
+
+
+async def test_no_layer_is_done_before_its_hand_off_knows_of_it(
+    pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread once computed a prompt before its hand-off was there: on a busy machine
+    nothing left early."""
+    monkeypatch.setattr(model_runner, "_REPORT_BYTES", 1)
+    reported, told = threading.Event(), list[range | None]()
+    engine, advance = pair.prefill.parts.engine, Handoff.advance
+    add, layers_done = engine.add, engine._runner.on_layers
+
+    def add_and_compute(*args: Any) -> None:
+        add(*args)
+        assert reported.wait(10), "the engine computes nothing"
+
+    def report(batch: Any, layers: range) -> None:
+        layers_done(batch, layers)
+        if layers.stop == LAYERS:
+            reported.set()
+
+    def tell(self: Handoff, num_tokens: int, layers: range | None = None) -> None:
+        told.append(layers)
+        advance(self, num_tokens, layers)
+
+    monkeypatch.setattr(engine, "add", add_and_compute)
+    monkeypatch.setattr(engine._runner, "on_layers", report)
+    monkeypatch.setattr(Handoff, "advance", tell)
+    served = await pair.client.serve(random_prompt(20), sampling_pb(ignore_eos=True))
+    assert served.texts() == offline(llm, random_prompt(20), ignore_eos=True)
+    assert told == [range(0, 1), range(1, 2)]
     await pair.settle()
 
 
