@@ -7,7 +7,8 @@ What a worker says about its own fault stays in the log; clients get a plain sen
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -71,7 +72,8 @@ class WorkerCall:
         self._heard = heard
         self._refusals = refusals
         self._ahead: asyncio.Task[Any] | None = None
-        self._left = False
+        self._asked_at: float | None = None
+        """Since when an event is awaited, on the monotonic clock."""
         self._over = False
         """Whether its last event has come."""
 
@@ -88,10 +90,12 @@ class WorkerCall:
         return self._ahead
 
     async def _read(self) -> Any:
+        self._asked_at = time.monotonic()
         try:
             heard = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._reaction(error) from error
+        self._asked_at = None
         if heard is grpc.aio.EOF:
             return None
         event, raw = heard
@@ -117,19 +121,36 @@ class WorkerCall:
     def silence(self, seconds: float) -> WorkerFault:
         return self.fault(f"no answer within {seconds:g} s", unreachable=True)
 
+    @asynccontextmanager
+    async def watched(self, seconds: float) -> AsyncIterator[None]:
+        """Inside, a worker whose next event somebody awaits for longer counts as unreachable. Costs
+        a timer now and then, nothing per event."""
+        loop, timer = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        since = time.monotonic()
+
+        def look() -> None:
+            left_s = seconds
+            if self._asked_at is not None:
+                left_s -= time.monotonic() - max(self._asked_at, since)
+            if left_s <= 0:
+                silence.reschedule(loop.time())
+            else:
+                timer[:] = [loop.call_later(left_s, look)]
+
+        try:
+            async with asyncio.timeout(None) as silence:
+                look()
+                try:
+                    yield
+                finally:
+                    timer[0].cancel()
+        except TimeoutError:
+            if not silence.expired():
+                raise
+            raise self.silence(seconds) from None
+
     def cancel(self) -> None:
         """A call whose last event has come ends by itself, or at its deadline."""
-        if not self._left:
-            self._end()
-
-    def leave(self) -> "asyncio.Task[Any]":
-        """Nobody reads on; the call ends when its next event, which it gives, has come and is
-        noted."""
-        self._left = True
-        self.ahead().add_done_callback(lambda _: self._end())
-        return self.ahead()
-
-    def _end(self) -> None:
         if self._over:
             self._call.let_end()
         else:

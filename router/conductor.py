@@ -13,15 +13,15 @@ import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from baton.cluster.errors import WorkerUnavailable
+from baton.cluster.errors import BatonError
 from baton.cluster.settings import RouterSettings
 from baton.v1 import common_pb2, decode_pb2
 from router.admission import Admission, QueueTimeout, Slot
 from router.calls import WorkerCall, WorkerContradiction, WorkerFault, WorkerFull
-from router.dialer import Dialer
-from router.generation import BrokenSequence, Generation
+from router.delivery import deliver
+from router.dialer import Dialer, Stops
+from router.generation import Generation
 from router.hold import Hold
 from router.job import Job, Leg, Output, Served, Workers
 from router.metrics import RouterMetrics
@@ -67,7 +67,8 @@ class Conductor:
                 waiting.end = time.monotonic()
                 await self._serve(leg, output, served, slot)
         except QueueTimeout as error:
-            raise job.too_late() or error from error
+            begun = output.generation.num_tokens > 0
+            raise (None if begun else job.too_late()) or error from error
         return served
 
     async def _serve(self, leg: Leg, output: Output, served: Served, slot: Slot) -> None:
@@ -123,7 +124,7 @@ class Conductor:
     ) -> None:
         decode: WorkerCall | None = None
         reservation: common_pb2.Reservation | None = None
-        overtaken: asyncio.Task[Any] | None = None
+        overtaken: WorkerCall | None = None
         with self.planner.hold(plan, leg.facts) as hold:
             try:
                 with self.selection.expecting(leg, plan):  # a refusal takes it back
@@ -144,12 +145,12 @@ class Conductor:
                 if decode is not None and reservation is not None and open_choices:
                     if hold.plan.prefill is not None:
                         self.selection.landed(leg, decode.worker)
-                    await self._follow_decode(leg, decode, reservation, output, served)
+                    await self._follow_decode(leg, decode, reservation, output, served, hold)
                 if overtaken is not None:
-                    await asyncio.wait({overtaken}, timeout=CLOSING_S)
+                    await asyncio.wait({overtaken.ahead()}, timeout=CLOSING_S)
             finally:
-                if decode is not None:
-                    decode.cancel()
+                for call in filter(None, (overtaken, decode)):
+                    call.cancel()
 
     @staticmethod
     def _accepted(leg: Leg, slot: Slot) -> None:
@@ -172,14 +173,15 @@ class Conductor:
         output: Output,
         served: Served,
         slot: Slot,
-    ) -> "asyncio.Task[Any] | None":
-        """On one worker; when that is lost, on another for the same promise of room. Gives what is
-        still to come of a prefill worker that decode has overtaken."""
+    ) -> WorkerCall | None:
+        """On one worker; when that is lost, on another for the same promise of room. Gives the call
+        whose last words are still to come and change nothing any more."""
         while (worker := hold.plan.prefill) is not None:
-            opened_at = time.monotonic()
+            opened_at, overtaken = time.monotonic(), False
             prefill = self.dialer.prefill(leg, worker, reservation, hold)
             try:
-                return await self._follow_prefill(leg, prefill, decode, output, served, slot)
+                overtaken = await self._follow_prefill(leg, prefill, decode, output, served, slot)
+                return prefill if overtaken else None
             except WorkerFault as fault:
                 other = await self._another_prefill(leg, fault, decode)
                 if other is None or reservation is None:
@@ -189,7 +191,8 @@ class Conductor:
                 hold.move(other)
                 reservation.generation += 1  # what the lost one may still send is refused
             finally:
-                prefill.cancel()
+                if not overtaken:
+                    prefill.cancel()
         return None
 
     async def _another_prefill(
@@ -215,12 +218,13 @@ class Conductor:
         output: Output,
         served: Served,
         slot: Slot,
-    ) -> "asyncio.Task[Any] | None":
-        """Until the hand-off is committed, or every choice ended on its first token."""
+    ) -> bool:
+        """Until the hand-off is committed, or every choice ended on its first token. Whether
+        prefill has more to say, which nothing depends on."""
         generation, answered = output.generation, False
         while True:
             if await self._decode_began(prefill, decode, answered):
-                return prefill.leave()
+                return True
             event = await prefill.read()
             kind = event.WhichOneof("event") if event is not None else "done"
             if kind == "started":
@@ -230,14 +234,16 @@ class Conductor:
             elif kind == "first_tokens":
                 answered = True
                 tokens = event.first_tokens.tokens
-                await self._deliver(leg, tokens, prefill, output, served, again=True)
+                await deliver(leg, tokens, prefill, output, served, again=True)
                 if self._ended_here(leg, generation, tokens):
-                    return None
+                    return False
+                if not generation.unfinished(leg.choices):
+                    return True
             elif kind == "done":
                 break
         if not answered or (decode is None and generation.unfinished(leg.choices)):
             raise prefill.fault("the stream ended without its tokens")
-        return None
+        return False
 
     async def _decode_began(
         self, prefill: WorkerCall, decode: WorkerCall | None, answered: bool
@@ -266,65 +272,48 @@ class Conductor:
         reservation: common_pb2.Reservation,
         output: Output,
         served: Served,
+        hold: Hold,
     ) -> None:
-        generation, told = output.generation, set[int]()
+        generation = output.generation
+        with Stops(self.dialer, decode.worker, reservation) as stops:
+            async with decode.watched(self.settings.decode_timeout_s):
+                last = await self._read_decode(leg, decode, stops, output, served)
+            if generation.unfinished(leg.choices):
+                raise decode.fault("the stream ended before its choices")
+            # After a hand-off a decode that is still at it has nothing to say that matters.
+            goes_on = self._ended_here(leg, generation, last)
+            if last and not (goes_on and hold.plan.prefill):
+                await self._close(leg, decode, served)
+
+    async def _read_decode(
+        self, leg: Leg, decode: WorkerCall, stops: Stops, output: Output, served: Served
+    ) -> Sequence[common_pb2.Token]:
+        """Until every choice has ended, by these last tokens, or decode has said all."""
+        generation = output.generation
         while (event := await decode.read()) is not None:
             kind = event.WhichOneof("event")
             if kind == "tokens":
                 tokens = event.tokens.tokens
-                await self._deliver(leg, tokens, decode, output, served)
+                await deliver(leg, tokens, decode, output, served)
                 if not generation.some_ended:
                     continue
+                stops.tell(generation.ended_by_text(tokens))
                 if not generation.unfinished(leg.choices):
-                    break
-                for choice in generation.ended_by_text(tokens):
-                    if choice not in told:
-                        told.add(choice)
-                        await self.dialer.stop_choice(decode.worker, reservation, choice)
+                    return tokens
             elif kind == "done":
-                self._note_done(event.done, served)
+                self._note_done(leg, event.done, served)
                 break
-        if generation.unfinished(leg.choices):
-            raise decode.fault("the stream ended before its choices")
-        if kind == "tokens" and not self._ended_here(leg, generation, tokens):
-            await self._close(decode, served)
+        return ()
 
-    async def _close(self, decode: WorkerCall, served: Served) -> None:
+    async def _close(self, leg: Leg, decode: WorkerCall, served: Served) -> None:
         """Waits for what decode says at the end."""
         try:
             async with asyncio.timeout(CLOSING_S):
                 while (event := await decode.read()) is not None:
                     if event.HasField("done"):
-                        return self._note_done(event.done, served)
-        except (TimeoutError, WorkerUnavailable):
+                        return self._note_done(leg, event.done, served)
+        except (TimeoutError, BatonError):
             return  # the answer is complete without it
-
-    async def _deliver(
-        self,
-        leg: Leg,
-        tokens: Sequence[common_pb2.Token],
-        call: WorkerCall,
-        output: Output,
-        served: Served,
-        again: bool = False,
-    ) -> None:
-        """`again`: an earlier attempt may have given some of them."""
-        if not tokens:
-            return  # a chunk of a prompt: nothing was drawn
-        served.last_token_at = time.monotonic()
-        served.first_token_at = served.first_token_at or served.last_token_at
-        try:
-            fresh = output.generation.unknown(tokens) if again else tokens
-            deltas = output.generation.push(fresh)
-        except BrokenSequence as error:
-            raise call.contradiction(str(error)) from error
-        decoded = time.monotonic()
-        rendered = output.render(deltas)
-        rendered_at = sent_at = time.monotonic()
-        if rendered:
-            await output.send(rendered)
-            sent_at = time.monotonic()
-        leg.job.trail.delivered(len(deltas), served.last_token_at, decoded, rendered_at, sent_at)
 
     @staticmethod
     def _ended_here(leg: Leg, generation: Generation, tokens: Sequence[common_pb2.Token]) -> bool:
@@ -333,9 +322,10 @@ class Conductor:
         return ended and bool(generation.ended_by_text(tokens))
 
     @staticmethod
-    def _note_done(done: decode_pb2.GenerateDone, served: Served) -> None:
+    def _note_done(leg: Leg, done: decode_pb2.GenerateDone, served: Served) -> None:
         # Zero after a hand-off: prefill's own hits, noted before, are the true ones.
-        served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
+        if not leg.output_token_ids:
+            served.num_cached_tokens = served.num_cached_tokens or done.num_cached_tokens
 
     async def _confirm(self, leg: Leg, hold: Hold, served: Served) -> None:
         """Raises Outrun when another router has just loaded the same workers, but not for ever."""

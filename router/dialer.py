@@ -1,7 +1,10 @@
 """The calls to workers: what a leg of a request says to each of them. Knows no order of calls."""
 
+import asyncio
 import time
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Self
 
 import grpc.aio
 
@@ -94,6 +97,30 @@ class Dialer:
             await stub.StopChoice(request, timeout=STOP_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return  # its further tokens are dropped here; the main call shows any real fault
+
+
+class Stops:
+    """Tells a worker which choices are over, beside the stream of the others. A context: what has
+    not been told at its end need not be."""
+
+    def __init__(
+        self, dialer: Dialer, worker: WorkerRecord, reservation: common_pb2.Reservation
+    ) -> None:
+        self._stop = partial(dialer.stop_choice, worker, reservation)
+        self._telling: dict[int, asyncio.Task[None]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for telling in self._telling.values():
+            telling.cancel()
+
+    def tell(self, choices: Iterable[int]) -> None:
+        """Each once."""
+        for choice in choices:
+            if choice not in self._telling:
+                self._telling[choice] = asyncio.create_task(self._stop(choice))
 
 
 def max_uncached(leg: Leg, plan: Plan) -> int | None:

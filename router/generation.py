@@ -139,6 +139,8 @@ class Generation:
     def __init__(self, n: int, tokenizer: Tokenizer, stops: StopPatterns, min_tokens: int) -> None:
         self.choices = [Choice(i, tokenizer, stops, min_tokens) for i in range(n)]
         self._open = n
+        self.longest = 0
+        """Tokens of the choice that has most."""
 
     @property
     def some_ended(self) -> bool:
@@ -177,6 +179,7 @@ class Generation:
             if choice.finish_reason is not None:
                 continue
             delta = choice.push(token)
+            self.longest = max(self.longest, token.index + 1)
             if delta.finish_reason is not None:
                 self._open -= 1
             deltas.append(delta)

@@ -38,6 +38,8 @@ class Hold:
         self._company = company
         self._on_room = on_room
         self._began_at = time.monotonic()
+        self._waited_s = plan.cost.waited_s
+        self._moved = False
         self._stay = self._stay_on(plan.prefill or plan.decode)
         self._prefill_company = 0.0
         self._queue_s = 0.0
@@ -49,7 +51,7 @@ class Hold:
     def heard(self, kind: str | None, event: Any) -> None:
         """`event` is a PrefillEvent or a GenerateEvent."""
         if kind == "tokens":
-            if self._prefill:
+            if self._prefill and event.tokens.tokens:  # else a chunk of the prompt is computed
                 self._prefilled()
             self._count(event.tokens.step)
         elif kind == "started":
@@ -67,7 +69,7 @@ class Hold:
         """Another prefill worker takes over for the same decode worker."""
         self._loads.remove(self._prefill)
         self._stay.end(time.monotonic())
-        self.plan = plan
+        self.plan, self._moved = plan, True
         self._stay = self._stay_on(plan.prefill)
         self._prefill, _ = _claims(plan, self._facts)
         self._loads.add(self._prefill)
@@ -90,7 +92,7 @@ class Hold:
                 self._stay = self._stay_on(self.plan.decode)
         self._prefill = {}
         elapsed_s = time.monotonic() - self._began_at
-        self.ttft_s = self.ttft_s or self.plan.cost.waited_s + elapsed_s
+        self.ttft_s = self.ttft_s or self._waited_s + elapsed_s
         self._on_room()
 
     def _count(self, step: common_pb2.Step) -> None:
@@ -115,9 +117,9 @@ class Hold:
         if prefill is None:
             return
         self._predictor.saw_steps(prefill, totals_from_pb(done.totals), self._prefill_company)
-        if self.ttft_s is not None:
+        if self.ttft_s is not None and not self._moved:
             on_worker_s = self._queue_s + done.compute_s
-            self._predictor.saw_admission(self.ttft_s - self.plan.cost.waited_s - on_worker_s)
+            self._predictor.saw_admission(self.ttft_s - self._waited_s - on_worker_s)
         if decode is not None:
             self._predictor.saw_transfer(
                 prefill, decode, done.transport, done.exposed_bytes, done.transfer_s

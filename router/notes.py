@@ -47,12 +47,13 @@ def read_tokens(raw: bytes, trail: CallTrail, heard_at: float) -> None:
 
 
 def _reserved(event: decode_pb2.Reserved, trail: CallTrail, heard_at: float) -> None:
+    trail.answered = True
     if event.sent_at:
         trail.greeted(event.received_at, event.sent_at, heard_at)
 
 
 def _started(event: prefill_pb2.PrefillStarted, trail: CallTrail, heard_at: float) -> None:
-    trail.num_cached = event.num_cached_tokens
+    trail.answered, trail.num_cached = True, event.num_cached_tokens
     if event.sent_at:
         trail.greeted(event.received_at, event.sent_at, heard_at)
         trail.span("prefill_queue", event.received_at, event.started_at)

@@ -161,6 +161,7 @@ class RouterSettings(CommonSettings):
     )
     reserve_timeout_s: Seconds = option(5.0, "longest wait for decode's promise", _SECONDS)
     prefill_timeout_s: Seconds = option(120.0, "longest silence of a prefill worker", _SECONDS)
+    decode_timeout_s: Seconds = option(120.0, "longest silence of a decode worker", _SECONDS)
     served_model_name: Name | None = option(None, "public name of the model", _NAME)
     ledger_recent: Count = option(512, "ended requests kept for GET /v1/requests", _COUNT)
     otlp_endpoint: str | None = option(

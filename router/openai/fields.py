@@ -5,6 +5,7 @@ sentence that begins with the field's name.
 """
 
 import json
+import re
 from typing import Any
 
 from router.openai.cache_control import MOST_MARKS, parse_cache_control
@@ -12,6 +13,7 @@ from router.openai.cache_control import MOST_MARKS, parse_cache_control
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
 MAX_PROMPTS = 128
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = dict[str, Any]
@@ -42,13 +44,13 @@ def parse_logit_bias(value: Any) -> dict[int, float]:
         raise ValueError("must be an object of token ids and numbers")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit()):
+        if not _TOKEN_ID.fullmatch(key):
             raise ValueError(f"must have token ids as keys, not {key[:32]!r}")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError("must have numbers as values")
         if not -100 <= bias <= 100:
             raise ValueError("must have values from -100 to 100")
-        biases[int(key[:20])] = float(bias)
+        biases[int(key)] = float(bias)
     return biases
 
 

@@ -36,6 +36,8 @@ class Limits:
     """The model's own."""
     policies: PolicyOptions = NO_CHOICE
     workers: Sequence[WorkerRecord] = ()
+    choices: float = math.inf
+    """That a decode worker can run at a time."""
 
     def can_hold(self, policy: KVPolicy, num_prompt_tokens: int, num_tokens: int) -> bool:
         """Whether some prefill worker can hold the prompt, and some decode worker all of it."""
@@ -85,6 +87,7 @@ def limits_of(model: TextModel, workers: Iterable[WorkerRecord]) -> Limits:
         context=model.max_model_len,
         policies=PolicyOptions.of(own),
         workers=own,
+        choices=max((w.max_num_seqs for w in own if w.role is Role.DECODE), default=math.inf),
     )
 
 
@@ -160,6 +163,10 @@ def _prepare(
     _check_token_ids("logit_bias", body.logit_bias, model)
     _check_token_ids("stop_token_ids", body.stop_token_ids or (), model)
     n = body.num_choices if body.use_beam_search else max(best_of or 1, body.num_choices)
+    if (width := max(n, body.beam_width if body.use_beam_search else 1)) > limits.choices:
+        field = "n" if width == body.num_choices else "best_of"
+        told = f"{field} must not be above {limits.choices}, what a worker can run at a time."
+        raise invalid(field, told, "invalid_value")
     ranked = n > body.num_choices  # ranking needs the logprob of every drawn token
     policy = limits.policies.choose(body, limits.context)
     sampling = []

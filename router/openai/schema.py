@@ -93,7 +93,7 @@ class GenerationBody(BaseModel):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.001, le=100, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(parse_logit_bias)] = Field(
         default_factory=dict
     )
@@ -223,7 +223,9 @@ def _check_beams(body: GenerationBody) -> None:
         return
     for name, neutral in _NOT_WITH_BEAMS.items():
         value = getattr(body, name, None)
-        if value is not None and value not in neutral:
+        # 0 top logprobs are logprobs, though 0 equals False.
+        asks = value not in neutral or (name == "logprobs" and value is not False)
+        if value is not None and asks:
             raise invalid(
                 name, f"{name} cannot be combined with use_beam_search.", "unsupported_parameter"
             )

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.cluster.values import TargetValues
 from router.openai.errors import ApiError, invalid
 
-MAX_MILLIS = 86_400_000
+MIN_MILLIS, MAX_MILLIS = 0.001, 86_400_000
 MAX_PRIORITY = 100
 _NUMBER = re.compile(r"[0-9]{1,16}(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,3})?")
 """Of what Python takes for a number, only this: no 1_000, no digits of other scripts."""
 _TENANT = re.compile(r"[!-~]{1,128}")
 
-Millis = Annotated[float, Field(gt=0, le=MAX_MILLIS, allow_inf_nan=False)]
+Millis = Annotated[float, Field(ge=MIN_MILLIS, le=MAX_MILLIS, allow_inf_nan=False)]
 Header = Callable[[str], str | None]
 
 
@@ -66,8 +66,8 @@ def _millis(header: Header, name: str) -> float | None:
     if text is None:
         return None
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not 0 < value <= MAX_MILLIS:
-        raise _wrong(name, f"a number of milliseconds above 0 and at most {MAX_MILLIS}")
+    if not MIN_MILLIS <= value <= MAX_MILLIS:
+        raise _wrong(name, f"a number of milliseconds from {MIN_MILLIS} to {MAX_MILLIS}")
     return value
 
 

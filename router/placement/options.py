@@ -175,6 +175,8 @@ class Options:
         if record.role is Role.DECODE:
             if self._rules.promised:
                 return True
+            if request.n > record.max_num_seqs:
+                return False
             tokens += request.max_tokens
         return not record.load.draining and record.can_hold(request.kv_policy, prompt, tokens)
 

@@ -1,6 +1,7 @@
 """A worker is lost in the middle of an answer: the answer goes on as if nothing had happened."""
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from router.exchange import Exchange
 from router.text import TextModel
 from tests.support.byte_model import byte_model
 from tests.support.gateway import (
@@ -291,6 +293,90 @@ async def test_what_decode_began_counts_even_if_prefill_never_says_that_it_is_do
         assert joined(events) == (WHOLE, ["length"])
         assert [w.counters.calls for w in gateway.cluster.prefills] == [1, 0]
         assert gateway.cluster.directory.suspects == []
+
+
+async def test_a_decode_worker_that_falls_silent_in_an_answer_is_left_for_another(
+    model: TextModel,
+) -> None:
+    """Its process answers pings, so no call breaks: the answer once waited for its own deadline."""
+    async with running_gateway(model, scripted(TEXT), decodes=2, decode_timeout_s=0.5) as gateway:
+        for worker in gateway.cluster.decodes:
+            worker.behaviour.hang, worker.behaviour.fail_at = True, 30
+        request = asyncio.create_task(gateway.events(COMPLETIONS, LONG))
+        await until(lambda: any(w.counters.running for w in gateway.cluster.decodes))
+        (busy,) = [w for w in gateway.cluster.decodes if w.counters.running]
+        for worker in gateway.cluster.decodes:
+            worker.behaviour.hang = worker is busy
+        assert joined(await request) == (WHOLE, ["length"])
+        assert gateway.cluster.directory.suspects == [busy.worker_id]
+
+
+async def test_a_client_that_reads_slowly_is_no_silence_of_a_worker(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, sent = Exchange.send_events, itertools.count()
+
+    async def slow(self: Exchange, events: bytes, last: bool = False) -> None:
+        if next(sent) == 5:
+            await asyncio.sleep(1.0)  # twice as long as a worker may be silent
+        await send(self, events, last)
+
+    monkeypatch.setattr(Exchange, "send_events", slow)
+    async with running_gateway(model, scripted(TEXT), decode_timeout_s=0.5) as gateway:
+        gateway.cluster.decodes[0].behaviour.step_s = 0.005
+        assert joined(await gateway.events(COMPLETIONS, LONG)) == (WHOLE, ["length"])
+        assert gateway.cluster.directory.suspects == []
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 1}, {"stop_token_ids": [ord("T")]}])
+@pytest.mark.parametrize("fails", [True, False])
+async def test_an_answer_that_ends_with_its_first_token_needs_nothing_more_of_prefill(
+    model: TextModel, end: dict[str, Any], fails: bool
+) -> None:
+    """It waited for prefill's last word for as long as prefill may be silent; and when prefill
+    failed there, another one computed the whole prompt."""
+    async with running_gateway(model, scripted(TEXT), prefills=2) as gateway:
+        for worker in gateway.cluster.prefills:
+            worker.behaviour.silent_after_commit = not fails
+            if fails:
+                worker.behaviour.fail, worker.behaviour.fail_at = grpc.StatusCode.INTERNAL, 1
+        async with asyncio.timeout(20):
+            answer = await gateway.post(COMPLETIONS, {**LONG, **end})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 1
+        assert sum(w.counters.calls for w in gateway.cluster.prefills) == 1
+        assert gateway.cluster.directory.suspects == []
+        await until(lambda: gateway.cluster.running == 0)
+
+
+async def test_a_prefill_that_decode_has_overtaken_is_let_go_with_its_request(
+    model: TextModel,
+) -> None:
+    """It had not said that it is done when the client left: its call stayed for minutes."""
+    async with running_gateway(model, scripted(TEXT)) as gateway:
+        gateway.cluster.prefills[0].behaviour.silent_after_commit = True
+        gateway.cluster.decodes[0].behaviour.hang = True
+        gateway.cluster.decodes[0].behaviour.fail_at = 3
+        async with gateway.client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as got:
+            await anext(sse_events(got))
+            await until(lambda: gateway.cluster.decodes[0].counters.tokens_sent == 2)
+        await until(lambda: gateway.cluster.running == 0)
+        assert gateway.cluster.prefills[0].counters.cancelled == 1
+
+
+async def test_nobody_is_told_that_a_first_token_would_be_late_which_has_come(
+    model: TextModel,
+) -> None:
+    """Decode was lost, and there was no room elsewhere before the target for the first token had
+    passed."""
+    async with running_gateway(model, scripted(TEXT), queue_timeout_s=1.0) as gateway:
+        (decode,) = gateway.cluster.decodes
+        decode.behaviour.step_s = 0.02
+        slo = {"ttft_ms": 900, "policy": "reject"}
+        request = asyncio.create_task(gateway.events(COMPLETIONS, {**LONG, "slo": slo}))
+        await until(lambda: decode.counters.tokens_sent > 2)
+        decode.behaviour.capacity, decode.behaviour.fail = 0, grpc.StatusCode.INTERNAL
+        last = (await request)[-1]
+        assert "error" in last and last["error"]["code"] != "targets_unattainable"
 
 
 async def test_many_streams_survive_the_same_kill(model: TextModel) -> None:

@@ -67,7 +67,16 @@ async def assert_still_serves(gateway: RunningGateway) -> None:
 
 @pytest.mark.parametrize(
     "bias",
-    [{str(VOCAB_SIZE + 1000): -100, "3": 5}, {"-1": 1}, {"abc": 1}, {"3": 1e9}, {"3": "x"}, [3]],
+    [
+        {str(VOCAB_SIZE + 1000): -100, "3": 5},
+        {"-1": 1},
+        {"abc": 1},
+        {"3": 1e9},
+        {"3": "x"},
+        [3],
+        {"0" * 22 + "65": 1},
+        {"066": 1},
+    ],
 )
 async def test_a_bad_logit_bias_is_refused_by_name(
     gateway: RunningGateway, bias: dict[str, float]
@@ -242,6 +251,7 @@ async def test_completions_default_to_16_tokens_or_what_fits(gateway: RunningGat
         ("presence_penalty", 2.1, 400),
         ("frequency_penalty", -2, 200),
         ("repetition_penalty", 0, 400),
+        ("repetition_penalty", 1e-46, 400),
         ("n", 16, 200),
         ("n", 17, 400),
         ("stop", ["a"] * 17, 400),
@@ -264,6 +274,24 @@ async def test_ranges_end_where_they_are_documented_to_end(
         await assert_refused(gateway, COMPLETIONS, body, field)
     else:
         assert (await gateway.post(COMPLETIONS, body)).status_code == 200
+
+
+@pytest.mark.parametrize(("body", "field"), [({"n": 5}, "n"), ({"best_of": 5}, "best_of")])
+async def test_more_choices_than_any_worker_can_run_are_refused_and_hold_up_nobody(
+    gateway: RunningGateway, body: dict[str, Any], field: str
+) -> None:
+    """Decode refused it for ever, at the head of the queue: nobody was served for as long."""
+    for worker in gateway.cluster.decodes:
+        gateway.cluster.directory.put(worker.record, max_num_seqs=4)
+    await assert_refused(gateway, COMPLETIONS, {"prompt": "x", **body}, field)
+    assert (await gateway.post(COMPLETIONS, {"prompt": "x", "n": 4})).status_code == 200
+    await assert_still_serves(gateway)
+
+
+async def test_beams_show_no_logprobs_not_even_none_of_them(gateway: RunningGateway) -> None:
+    body = {"prompt": "x", "n": 2, "use_beam_search": True, "logprobs": 0}
+    error = (await gateway.post(COMPLETIONS, body)).json()["error"]
+    assert (error["param"], error["code"]) == ("logprobs", "unsupported_parameter")
 
 
 async def test_top_p_one_is_the_same_as_leaving_it_out(gateway: RunningGateway) -> None:

@@ -38,6 +38,7 @@ async def gateway(model: TextModel) -> AsyncIterator[RunningGateway]:
     ("slo", "field"),
     [
         ({"ttft_ms": -1}, "slo.ttft_ms"),
+        ({"tpot_ms": 1e-322}, "slo.tpot_ms"),
         ({"tpot_ms": "5"}, "slo.tpot_ms"),
         ({"policy": "drop"}, "slo.policy"),
         ({"ttft": 5}, "slo.ttft"),
@@ -54,7 +55,9 @@ async def test_a_wrong_slo_is_refused_by_field(
     assert gateway.cluster.calls == 0
 
 
-@pytest.mark.parametrize("text", ["soon", "-5", "nan", "inf", "1_000", "0x10", "1e400", ""])
+@pytest.mark.parametrize(
+    "text", ["soon", "-5", "nan", "inf", "1_000", "0x10", "1e400", "1e-322", ""]
+)
 async def test_a_wrong_header_is_refused_by_name(gateway: RunningGateway, text: str) -> None:
     response = await gateway.post(COMPLETIONS, BODY, headers={"x-baton-ttft-ms": text})
     assert response.status_code == 400
@@ -73,7 +76,7 @@ async def test_targets_travel_to_the_worker_as_a_deadline(gateway: RunningGatewa
 
 async def test_kept_and_missed_targets_are_counted(gateway: RunningGateway) -> None:
     await gateway.post(COMPLETIONS, BODY, headers={"x-baton-ttft-ms": "60000"})
-    await gateway.post(COMPLETIONS, BODY, headers={"x-baton-tpot-ms": "0.000001"})
+    await gateway.post(COMPLETIONS, BODY, headers={"x-baton-tpot-ms": "0.001"})
     metrics = (await gateway.client.get("/metrics")).text
     assert 'baton_targets_total{met="true",target="ttft"} 1.0' in metrics
     assert 'baton_targets_total{met="false",target="tpot"} 1.0' in metrics
@@ -99,7 +102,7 @@ async def test_an_explanation_names_the_choice_its_numbers_and_the_alternatives(
 async def test_a_miss_says_what_the_next_best_workers_were_predicted_to_give(
     gateway: RunningGateway,
 ) -> None:
-    headers = {"x-baton-ttft-ms": "0.000001", "x-request-id": "late"}
+    headers = {"x-baton-ttft-ms": "0.001", "x-request-id": "late"}
     await gateway.post(COMPLETIONS, BODY, headers=headers)
     found = (await gateway.client.get("/v1/requests/late")).json()
     assert [miss["target"] for miss in found["misses"]] == ["ttft"]

@@ -12,7 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, decode_pb2
+from router import dialer
 from router.generation import Delta, Generation
 from router.job import Job
 from router.openai.outputs import Gathered
@@ -27,7 +28,7 @@ from tests.support.gateway import (
     running_gateway,
     until,
 )
-from tests.support.stub_workers import scripted
+from tests.support.stub_workers import StubDecode, scripted
 
 TEXT = "Once upon a time, in a small house by the sea, there lived a fox. "
 
@@ -118,6 +119,28 @@ async def test_one_choice_that_stops_is_ended_on_decode_while_others_go_on(
     assert [choice for _, choice in stopped] == [0, 0]
     usage = (await gateway.post(COMPLETIONS, body)).json()["usage"]
     assert usage["completion_tokens"] == 6 + 20
+
+
+async def test_telling_decode_of_stops_holds_up_nobody(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was waited for before the next token of the others was read."""
+    asked = []
+
+    async def slow(self: StubDecode, request: decode_pb2.StopChoiceRequest, _: Any) -> None:
+        asked.append(request.choice)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(StubDecode, "StopChoice", slow)
+    monkeypatch.setattr(dialer, "STOP_TIMEOUT_S", 60.0)
+    texts = [b"a" * n + b"STOP" + b"a" * 40 for n in (1, 2, 3)] + [b"b" * 40]
+    async with running_gateway(model, lambda prompt, choice: list(texts[choice])) as gateway:
+        gateway.cluster.decodes[0].behaviour.step_s = 0.01
+        body = {"prompt": "x", "stop": "STOP", "max_tokens": 40, "n": 4}
+        async with asyncio.timeout(30):
+            events = await gateway.events(COMPLETIONS, body)
+        assert joined(events, 3) == ("b" * 40, ["length"])
+        assert joined(events, 1) == ("aa", ["stop"]) and sorted(asked) == [0, 1, 2]
 
 
 async def test_min_tokens_lets_early_stops_pass(gateway: RunningGateway) -> None:

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from router.text import TextModel
-from tests.support.byte_model import byte_model
+from tests.support.byte_model import byte_model, eos_id
 from tests.support.gateway import (
     CHAT,
     COMPLETIONS,
@@ -24,6 +24,8 @@ from tests.support.gateway import (
 from tests.support.stub_workers import scripted
 
 BODY = {"prompt": "hi", "max_tokens": 4}
+ALONE: dict[str, Any] = {"prefills": 0, "decode_prefills": "auto"}
+"""Decode computes prompts itself."""
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,82 @@ async def test_every_prompt_of_a_request_is_in_its_timeline(running: RunningGate
     assert_sums(answer.json()["timing"])
     (ledger,) = running.gateway.ledgers.recent
     assert len(ledger.trails) == 2 and ledger.num_output_tokens == 16
+
+
+async def usage_and_ledger(running: RunningGateway, body: dict[str, Any]) -> tuple[Any, Any]:
+    answer = await running.post(COMPLETIONS, body, headers={"x-request-id": "asked"})
+    assert answer.status_code == 200, answer.text
+    (ledger,) = running.gateway.ledgers.recent
+    return answer.json()["usage"], ledger
+
+
+@pytest.mark.parametrize("end", [{}, {"stop": "STOP"}])
+async def test_what_decode_found_cached_is_told_also_when_a_stop_string_ends_the_answer(
+    model: TextModel, end: dict[str, Any]
+) -> None:
+    """Only decode's last event says it, and whoever ended the answer did not wait for that."""
+    async with running_gateway(model, scripted("abc STOP more"), **ALONE) as running:
+        (decode,) = running.cluster.decodes
+        decode.behaviour.num_cached_tokens = 16
+        body = {"prompt": "x" * 20, "max_tokens": 30, **end}
+        usage, ledger = await usage_and_ledger(running, body)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 16 == ledger.num_cached_tokens
+        assert len(decode.counters.stopped) == len(end)
+        await until(lambda: running.cluster.running == 0)
+
+
+async def test_what_a_continuation_finds_cached_is_not_of_the_prompt(model: TextModel) -> None:
+    """Usage once said that 48 of 20 tokens had been cached."""
+    async with running_gateway(model, scripted("abcdefgh"), **ALONE) as running:
+        behaviour = running.cluster.decodes[0].behaviour
+        behaviour.num_cached_tokens, behaviour.fail_at, behaviour.fail_times = 48, 15, 1
+        behaviour.fail = grpc.StatusCode.INTERNAL
+        usage, ledger = await usage_and_ledger(running, {"prompt": "x" * 20, "max_tokens": 25})
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0 == ledger.num_cached_tokens
+
+
+async def test_usage_and_ledger_mean_the_attempt_that_gave_the_first_token(
+    model: TextModel,
+) -> None:
+    async with running_gateway(model, scripted("abcdefgh"), prefills=2) as running:
+        for worker, cached in zip(running.cluster.prefills, (16, 8), strict=True):
+            worker.behaviour.num_cached_tokens, worker.behaviour.fail_times = cached, 1
+            worker.behaviour.start_s = 0.05
+        first = running.cluster.prefills[0].behaviour
+        first.fail = grpc.StatusCode.INTERNAL
+        usage, ledger = await usage_and_ledger(running, {"prompt": "x" * 20, "max_tokens": 4})
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 8 == ledger.num_cached_tokens
+
+
+async def test_a_request_that_was_refused_counts_no_prompt_and_names_no_worker(
+    model: TextModel,
+) -> None:
+    """The share of cached tokens fell with every request that nobody took."""
+    async with running_gateway(model, scripted("ok"), decodes=2, queue_timeout_s=0.2) as running:
+        first, second = running.cluster.decodes
+        first.behaviour.capacity = 0
+        _, ledger = await usage_and_ledger(running, {"prompt": "x" * 20, "max_tokens": 4})
+        assert ledger.workers("decode") == [second.worker_id]
+        second.behaviour.capacity = 0
+        refused = await running.post(COMPLETIONS, {"prompt": "x" * 20, "max_tokens": 4})
+        assert refused.status_code == 503
+        found = (await running.client.get("/v1/reports")).json()
+        assert (found["requests"], found["prompt_tokens"]) == (2, 20)
+
+
+async def test_time_per_token_is_that_of_the_longest_choice(model: TextModel) -> None:
+    """61, 2, 2 and 2 tokens once counted as four choices of 17: a miss that was none."""
+    end = eos_id(model)
+
+    def script(prompt: Any, choice: int) -> list[int]:
+        return [97] if choice else [98] * 100
+
+    async with running_gateway(model, script, eos=end) as running:
+        running.cluster.decodes[0].behaviour.step_s = 0.005
+        _, ledger = await usage_and_ledger(running, {"prompt": "x", "max_tokens": 61, "n": 4})
+        trail = ledger.trails[0]
+        assert trail.num_tokens == 67 and trail.longest == 61
+        assert ledger.tpot_s == (trail.last_token_at - trail.first_token_at) / 60
 
 
 async def test_a_lost_worker_shows_as_retry_or_migration(model: TextModel) -> None:

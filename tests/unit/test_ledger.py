@@ -117,6 +117,22 @@ def test_a_transfer_ends_where_decode_takes_it_up_however_late_its_sender_hears_
     assert ledger.timing()["transfer"]["total_ms"] == pytest.approx(100, abs=0.01)
 
 
+def test_a_decode_worker_that_refused_does_not_hide_where_a_transfer_ends() -> None:
+    """A refused call of the same attempt has taken nothing up: the transfer lasted to the end."""
+    ledger = Ledger("req-1", "chat", started=0.9, started_at=1.7e9)
+    trail = ledger.trail()
+    trail.call("decode-9", "decode", 0.95, attempt=1)
+    prefill = trail.call("prefill-0", "prefill", 1.0, attempt=1)
+    prefill.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
+    prefill.step(step(1.3, 1.5, 10, 74), 1.51)
+    prefill.span("kv_transfer", 1.5 + SKEW, 1.7 + SKEW)
+    decode = trail.call("decode-0", "decode", 1.0, attempt=1)
+    decode.greeted(1.01 + SKEW, 1.02 + SKEW, 1.03)
+    decode.step(step(1.6, 1.66, 1, 75), 1.69)
+    ledger.end(200, 1.75)
+    assert ledger.timing()["transfer"]["total_ms"] == pytest.approx(100, abs=0.01)
+
+
 def test_what_a_sender_waits_for_after_decode_took_it_up_is_no_transfer() -> None:
     """A commit goes with the last frame: on a busy machine its sender waited 27 ms to hear of it,
     all of them after the first decode step."""

@@ -116,6 +116,20 @@ def test_of_equal_workers_the_one_without_company_is_chosen() -> None:
     assert plan.decode is not None and plan.decode.worker_id == "d1"
 
 
+def test_a_prompt_that_decode_computes_in_chunks_is_its_load_until_its_first_token() -> None:
+    """The first chunk was once taken for the whole prompt."""
+    workers = [record(Role.DECODE, "d")]
+    planner, facts = Planner(POLICIES["slo"](), Rules("auto")), RequestFacts(400, 20, 1)
+    planner.saw_workers(workers, 0.0)
+    plan, loads = planner.plan(facts, workers), planner._loads
+    with planner.hold(plan, facts) as hold:
+        hold.heard("tokens", decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens()))
+        assert loads.load("d/prefill").requests == 1 and hold.ttft_s is None
+        drawn = decode_pb2.Tokens(tokens=[common_pb2.Token()])
+        hold.heard("tokens", decode_pb2.GenerateEvent(tokens=drawn))
+        assert loads.load("d/prefill").requests == 0 and hold.ttft_s is not None
+
+
 def test_what_the_router_gives_out_is_company_for_the_next() -> None:
     workers = [
         record(role, f"{role}-{core}", address=f"one:{role}{core}", cores=(core,))
@@ -158,7 +172,9 @@ def test_prompts_computed_beside_an_answer_are_learned_with_the_company_of_their
         plan = plan._replace(prefill=None)
     company.stay("beside", 0.0)
     hold = Hold(plan, facts, LoadLedger(), Learning(), company, lambda: None)
-    hold.heard("first_tokens" if handed_off else "tokens", decode_pb2.GenerateEvent())
+    drawn = decode_pb2.Tokens(tokens=[common_pb2.Token()])
+    heard = decode_pb2.GenerateEvent(tokens=drawn)
+    hold.heard("first_tokens" if handed_off else "tokens", heard)
     steps = common_pb2.StepTotals(steps=1, prefill_tokens=8, seconds=0.1)
     done = decode_pb2.GenerateDone(prefill_steps=steps, decode_steps=common_pb2.StepTotals(steps=1))
     hold.heard("done", decode_pb2.GenerateEvent(done=done))

@@ -55,6 +55,8 @@ def test_draining_and_too_small_workers_are_left_out(policy: str) -> None:
     draining = WorkerLoad(free_blocks=1000, draining=True)
     with pytest.raises(NoWorker, match="decode"):
         plan(prefill(), decode(load=draining), decode("d2", max_model_len=149), policy=policy)
+    with pytest.raises(NoWorker, match="decode"):
+        plan(prefill(), decode(max_num_seqs=1), policy=policy, facts=FACTS._replace(n=2))
     small = (prefill(max_model_len=100), decode(max_model_len=150))
     assert names(plan(*small, policy=policy)) == ("p", "d")
 

@@ -65,11 +65,8 @@ class Ledger:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that the first attempt found in a prefix cache."""
-        found = 0
-        for trail in self.trails:
-            found += max([c.num_cached for c in trail.calls if c.attempt == 1], default=0)
-        return found
+        """Prompt tokens found in a prefix cache by the attempt that gave the first token."""
+        return sum(_cached(trail) for trail in self.trails)
 
     @property
     def known_share(self) -> float:
@@ -88,8 +85,15 @@ class Ledger:
     def calls(self) -> list[CallTrail]:
         return [call for trail in self.trails for call in trail.calls]
 
+    @property
+    def begun(self) -> bool:
+        """Whether a worker has taken any of it."""
+        return self.num_output_tokens > 0 or any(trail.accepted for trail in self.trails)
+
     def workers(self, role: str) -> list[str]:
-        return list(dict.fromkeys(call.where for call in self.calls if call.role == role))
+        """Without those that refused it."""
+        calls = (call for call in self.calls if call.role == role and call.answered)
+        return list(dict.fromkeys(call.where for call in calls))
 
     @property
     def attempts(self) -> int:
@@ -103,8 +107,8 @@ class Ledger:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first, of the slowest prompt."""
-        means = [mean for t in self.trails if (mean := _tpot(t, self.n)) is not None]
+        """Mean time per output token after the first, of the slowest prompt's longest choice."""
+        means = [mean for trail in self.trails if (mean := _tpot(trail)) is not None]
         return max(means, default=None)
 
     # --- phases -----------------------------------------------------------------------------
@@ -198,12 +202,19 @@ class Ledger:
         }
 
 
-def _tpot(trail: Trail, n: int) -> float | None:
-    steps = -(-trail.num_tokens // n) - 1
+def _tpot(trail: Trail) -> float | None:
+    steps = trail.longest - 1
     first, last = trail.first_token_at, trail.last_token_at
     if steps < 1 or first is None or last is None:
         return None
     return (last - first) / steps
+
+
+def _cached(trail: Trail) -> int:
+    first_at = math.inf if trail.first_token_at is None else trail.first_token_at
+    calls = [call for call in trail.calls if call.sent_at <= first_at]
+    last = max((call.attempt for call in calls), default=0)
+    return max((call.num_cached for call in calls if call.attempt == last), default=0)
 
 
 def _ms(seconds: float) -> float:

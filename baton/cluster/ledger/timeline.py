@@ -80,7 +80,7 @@ def _calls(calls: Iterable[CallTrail]) -> Iterator[Span]:
     taken_up: dict[int, float] = {}
     for call, spans in aligned:
         start = min((s.start for s in spans if s.name in _TAKEN_UP), default=math.inf)
-        if call.role == "decode":
+        if call.role == "decode" and start < math.inf:  # else it was refused, or lost
             taken_up[call.attempt] = max(start, taken_up.get(call.attempt, start))
     for call, spans in aligned:
         # A prefill worker that took over for another has a later attempt than its decode worker.

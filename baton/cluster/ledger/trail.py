@@ -62,6 +62,7 @@ class CallTrail:
         "_spans",
         "_steps",
         "_unread",
+        "answered",
         "attempt",
         "num_cached",
         "role",
@@ -76,6 +77,8 @@ class CallTrail:
         self.role = role
         self.sent_at = sent_at
         self.attempt = attempt
+        self.answered = False
+        """Whether the worker has taken the call: it may have refused."""
         self.num_cached = 0
         self._read = read
         self._unread = bytearray()  # events, one behind the other
@@ -86,6 +89,7 @@ class CallTrail:
 
     def greeted(self, received_at: float, sent_at: float, heard_at: float) -> None:
         """The worker's first event: when the call reached it and when it answered."""
+        self.answered = True
         self._clock.sent(self.sent_at, received_at)
         self._clock.received(sent_at, heard_at)
 
@@ -148,12 +152,22 @@ _reading = threading.Lock()
 class Trail:
     """One prompt of a request: the router's spans, its deliveries, its calls to workers."""
 
-    __slots__ = ("accepted", "calls", "deliveries", "num_known_tokens", "num_tokens", "spans")
+    __slots__ = (
+        "accepted",
+        "calls",
+        "deliveries",
+        "longest",
+        "num_known_tokens",
+        "num_tokens",
+        "spans",
+    )
 
     def __init__(self) -> None:
         self.spans: list[Noted] = []
         self.deliveries = array("d")
         self.num_tokens = 0
+        self.longest = 0
+        """Tokens of the choice that has most."""
         self.num_known_tokens = 0
         """Prompt tokens that the best-matching worker held when the prompt was placed."""
         self.calls: list[CallTrail] = []
@@ -182,10 +196,18 @@ class Trail:
         return made
 
     def delivered(
-        self, num_tokens: int, received: float, decoded: float, rendered: float, sent: float
+        self,
+        num_tokens: int,
+        received: float,
+        decoded: float,
+        rendered: float,
+        sent: float,
+        longest: int | None = None,
     ) -> None:
-        """Tokens of one event: heard, detokenised, made into bytes, taken by the client."""
+        """Tokens of one event: heard, detokenised, made into bytes, taken by the client. `longest`:
+        of the choice that now has most of all; None: there is one."""
         self.num_tokens += num_tokens
+        self.longest = self.num_tokens if longest is None else longest
         self.deliveries.frombytes(_pack_delivery(received, decoded, rendered, sent))
 
     def lost(self, since: float, until: float, where: str, reason: str) -> None:

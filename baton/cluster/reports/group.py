@@ -47,7 +47,8 @@ class Group:
             counters["left"] += 1
         elif ledger.status != OK:
             counters["failed"] += 1
-        counters["prompt_tokens"] += ledger.num_prompt_tokens
+        if ledger.begun:  # of the others nobody looked for a cached prefix
+            counters["prompt_tokens"] += ledger.num_prompt_tokens
         counters["cached_tokens"] += ledger.num_cached_tokens
         counters["output_tokens"] += ledger.num_output_tokens
         counters["retried"] += ledger.attempts > 1
