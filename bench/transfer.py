@@ -5,7 +5,9 @@ service, receiver and reservations. The ceilings are measured in the same run, i
 hand-offs: one memcpy for shm, a bare Gloo pair (4 MiB messages, three in flight) for gloo, a bare
 grpc.aio stream of bytes (4 MiB messages) for grpc. As in a hand-off, every byte comes from a place
 of its own and goes to one; `hot` is the Gloo pair out of three buffers into three, all in the
-cache. CPU time is that of both processes together: on few cores, it is what both ends share.
+cache. `exchange` is an empty message and its answer by gRPC: no hand-off is quicker, since its last
+frame and the commit must be answered. CPU time is that of both processes together: on few cores, it
+is what both ends share.
 
 `--link 10gbit` puts the decode side on a host of its own (`_link.py`) behind a cable of that rate.
 
@@ -134,6 +136,7 @@ async def measure(report: Report, peer: Peer, quick: bool, transports: ListOf[st
             "gloo ceiling": lambda mib=mib: raw_gloo(peer, mib),
             "gloo hot": lambda mib=mib: raw_gloo(peer, mib, hot=True),
             "grpc ceiling": lambda mib=mib: raw_grpc(peer, sender.channels, mib),
+            "exchange": lambda: raw_grpc(peer, sender.channels, 0),
         }
         for name in transports:
             for checksum in (True, False):
@@ -158,6 +161,7 @@ def _report(report: Report, mib: int, costs: dict[str, Cost], transports: ListOf
         for run, of in (("True", ""), ("False", "_without_checksum"), ("ceiling", "_of_ceiling")):
             report.add(f"{path}.cpu_ms{of}", 1e3 * costs[f"{name} {run}"].cpu, "ms")
     report.add(f"transfer.gloo.{mib}MiB.hot_ceiling_gb_s", rates["gloo hot"], "GB/s")
+    report.add(f"transfer.exchange.{mib}MiB.ms", 1e3 * costs["exchange"].wall, "ms")
 
 
 def main() -> int:
