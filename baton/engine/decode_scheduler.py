@@ -31,6 +31,8 @@ class DecodeScheduler(Scheduler):
         """Where set, sequences that decode get drafts."""
         self.num_preemptions = 0
         self.tokens_recomputed = 0
+        self.pending_sources: list[int] = []
+        """Blocks of the preempted that the running step copies from: held until it is over."""
 
     def join(self, seqs: ListOf[Sequence]) -> None:
         """Adds sequences whose prompt KV is in their blocks already (a committed hand-off)."""
@@ -52,7 +54,7 @@ class DecodeScheduler(Scheduler):
         self._schedule_prefills(batch, self.config.chunk_size - len(batch.items))
         while not batch.items and self.waiting and self.running:
             # Beams that have been heard hold what another beam of theirs waits for.
-            self._preempt(self.running[-1])
+            self._preempt(self.running[-1], batch)
             self._schedule_prefills(batch, self.config.chunk_size)
         if self.drafting is not None:
             budget = self.config.chunk_size - batch.num_tokens
@@ -69,7 +71,7 @@ class DecodeScheduler(Scheduler):
         `seq` itself had to go. Victims come after `seq`, so none is in the batch yet."""
         while not self._slot(seq, batch):
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(victim, batch)
             if victim is seq:
                 return False
         return True
@@ -92,8 +94,9 @@ class DecodeScheduler(Scheduler):
             table[i] = own
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, batch: ScheduledBatch) -> None:
         self.running.remove(seq)
+        self._keep_sources(seq, batch)
         self.blocks.release_sequence(seq)
         parked = not seq.num_uncomputed_tokens  # a beam that has been heard: idle until it grows
         seq.recompute_below = max(seq.recompute_below, seq.num_computed_tokens)
@@ -109,6 +112,19 @@ class DecodeScheduler(Scheduler):
             seq.status = SequenceStatus.WAITING
             insort(self.waiting, seq, key=lambda s: s.arrival)
 
+    def _keep_sources(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        """The lock is let go before the copies are made: a source that is free by then could be
+        written by a hand-off. Whoever else holds one is in the batch or a victim yet to come; a
+        second reference would only make it copy too."""
+        sources = {source for source, _ in batch.block_copies}
+        last = [b for b in seq.held_blocks if b in sources and not self.blocks.is_shared(b)]
+        self.blocks.acquire(last)
+        self.pending_sources += last
+
+    def _release_sources(self) -> None:
+        self.blocks.release(self.pending_sources)
+        self.pending_sources = []
+
     def _may_start(self, seq: Sequence, num_new_blocks: int, reused: list[int]) -> bool:
         """A preempted sequence comes back only when all running ones can still grow, or it
         would be thrown out again at once."""
@@ -118,9 +134,14 @@ class DecodeScheduler(Scheduler):
     def postprocess(
         self, batch: ScheduledBatch, sampled: ListOf[ListOf[SampledToken]]
     ) -> list[StepOutput]:
+        self._release_sources()
         if self.drafting is not None:
             self.drafting.observe(batch, sampled)
         return super().postprocess(batch, sampled)
+
+    def fail(self, batch: ScheduledBatch) -> list[Sequence]:
+        self._release_sources()
+        return super().fail(batch)
 
     def _advance(self, item: ScheduledSequence, tokens: ListOf[SampledToken]) -> None:
         before = item.seq.num_recomputed_tokens

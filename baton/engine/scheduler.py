@@ -4,7 +4,8 @@ Schedulers form ragged batches of chunks under one token budget, the prompt with
 deadline first. `Scheduler` is what `PrefillScheduler` and `DecodeScheduler` share.
 
 The caller serialises calls. Between `schedule` and `postprocess` the batch is being
-computed: blocks of its sequences are not freed then, however they end; `postprocess` does.
+computed: blocks of its sequences, and those it copies from, are not freed then, however they
+end; `postprocess` or `fail` does.
 """
 
 from bisect import insort

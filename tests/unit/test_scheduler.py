@@ -1,12 +1,16 @@
 """Batching policy on a toy model whose cache notices any block mix-up."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from baton.engine.decode_scheduler import DecodeScheduler
+from baton.engine.engine import Engine, StepFailed
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import QueueFull
-from baton.engine.sequence import FinishReason, Sequence, SequenceStatus
+from baton.engine.scheduler import QueueFull, Scheduler
+from baton.engine.sequence import FinishReason, ScheduledBatch, Sequence, SequenceStatus
 from tests.support.toy import run_to_end, solo, texts, toy_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -193,3 +197,85 @@ def test_a_sequence_ended_while_its_step_runs_keeps_its_blocks_until_the_step_is
     assert engine.step() == []
     assert seen == [6]
     assert engine.blocks.num_free == 8
+
+
+def engine_that_copies_from_a_victim(
+    meanwhile: Callable[[Engine[Scheduler], ScheduledBatch], None], choices: int = 2
+) -> tuple[Engine[Scheduler], list[int]]:
+    """Choices that share a tail, and room for the first one to go on, not for the last. The next
+    step calls `meanwhile` when it is scheduled, before it copies; the list: blocks held beside."""
+    engine, runner = toy_engine(num_blocks=16, num_tail_blocks=1)
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=6, n=choices)
+    engine.add(Sequence(prompt(8), sampling))
+    engine.step()
+    held = engine.blocks.allocate(engine.blocks.num_available - choices)
+    compute = runner.run
+
+    def run(batch: ScheduledBatch) -> Any:
+        runner.run = compute  # type: ignore[method-assign]
+        meanwhile(engine, batch)
+        return compute(batch)
+
+    runner.run = run  # type: ignore[method-assign]
+    return engine, held
+
+
+def holders(engine: Engine[Scheduler], *others: list[int]) -> list[list[int]]:
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, DecodeScheduler)
+    tables = [seq.held_blocks for seq in scheduler.sequences()]
+    return [*tables, scheduler.pending_sources, *others]
+
+
+@pytest.mark.parametrize("victim_ends", [False, True])
+def test_a_block_that_is_still_to_be_copied_belongs_to_nobody_else(victim_ends: bool) -> None:
+    """The last other holder of a copy's source was preempted: the block was free while the copy
+    was pending, a hand-off was given it and wrote, and a choice went on with foreign KV."""
+    taken: list[int] = []
+
+    def hand_off(engine: Engine[Scheduler], batch: ScheduledBatch) -> None:
+        (source,) = {source for source, _ in batch.block_copies}
+        (victim,) = engine.scheduler.waiting
+        if victim_ends:
+            assert engine.end(victim.group, victim.choice) == 1
+        taken.extend(engine.blocks.allocate(engine.blocks.num_available))
+        assert source not in taken
+        engine.blocks.check_integrity(holders(engine, held, taken))
+
+    engine, held = engine_that_copies_from_a_victim(hand_off)
+    outputs = engine.step() or []
+    engine.blocks.check_integrity(holders(engine, held, taken))
+    assert engine.blocks.num_available == 1, "the source is free when it has been copied"
+    engine.blocks.release(held + taken)
+    outputs += run_to_end(engine)
+    expected = solo(prompt(8), SamplingParams(temperature=0.8, seed=3, max_tokens=6, n=2))
+    lives = [0] if victim_ends else [0, 1]
+    found = [[o.token.token_id for o in outputs if o.token and o.choice == c] for c in lives]
+    assert found == [expected[choice][1:] for choice in lives]
+    assert engine.blocks.num_free == 16
+
+
+def test_a_step_that_fails_gives_back_what_it_was_to_copy_from() -> None:
+    def break_down(engine: Engine[Scheduler], batch: ScheduledBatch) -> None:
+        engine.blocks.check_integrity(holders(engine, held))
+        raise RuntimeError("broken on purpose")
+
+    engine, held = engine_that_copies_from_a_victim(break_down)
+    with pytest.raises(StepFailed):
+        engine.step()
+    engine.blocks.check_integrity(holders(engine, held))
+    engine.blocks.release(held)
+    run_to_end(engine)
+    assert engine.blocks.num_free == 16
+
+
+def test_who_holds_a_copied_block_when_its_other_holders_are_gone_writes_it_in_place() -> None:
+    copies: list[tuple[int, int]] = []
+    engine, held = engine_that_copies_from_a_victim(
+        lambda engine, batch: copies.extend(batch.block_copies), choices=3
+    )
+    engine.step()
+    assert len(copies) == 1 and len(engine.scheduler.running) == 2
+    engine.blocks.release(held)
+    run_to_end(engine)
+    assert engine.blocks.num_free == 16
