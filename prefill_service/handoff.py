@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from baton.engine.sequence import Sequence, StepOutput
-from baton.engine.transfer.base import FirstToken, KVSender
+from baton.engine.transfer.base import FirstToken, HandoffError, KVSender
 from baton.engine.transfer.plan import FramePlan
 
 
@@ -50,14 +50,18 @@ class Handoff:
         self._progress.put_nowait(progress)
 
     async def complete(self, firsts: tuple[StepOutput, ...]) -> None:
-        """Ships the rest and commits. Raises HandoffError when decode did not take it."""
+        """Ships the rest and commits. Raises HandoffError when it failed: decode did not take it,
+        or what was to be shipped cannot be read."""
         tokens = (
             FirstToken(output.choice, output.token, output.index, output.finish_reason)
             for output in firsts
             if output.token is not None
         )
         self._progress.put_nowait(tuple(tokens))
-        await asyncio.shield(self._task)
+        try:
+            await asyncio.shield(self._task)
+        except ValueError as error:  # ours: the request's own values have been checked by now
+            raise HandoffError("the blocks of the prompt could not be shipped") from error
         self.committed = True
 
     async def stop(self) -> None:

@@ -59,7 +59,8 @@ class Pairs:
         self._computing = Rates()
 
     def sender(self, destination: common_pb2.Reservation, seq: Sequence) -> PushSender:
-        """Raises HandoffRefused when the two caches do not match."""
+        """Before `seq` holds any block: tells it whose blocks it will be shipped in. Raises
+        HandoffRefused when the two caches do not match."""
         layout = self._cache.layout
         block_size = handoff_block_size(layout, destination.offer.layout)
         if not seq.kv_policy.is_full and layout.block_size != destination.offer.layout.block_size:
@@ -70,6 +71,7 @@ class Pairs:
                 f"kv_policy {seq.kv_policy.name} needs caches of one dtype, not "
                 f"{layout.dtype!r} at prefill and {theirs!r} at decode"
             )
+        seq.peer_block_size = max(1, destination.offer.layout.block_size)
         reader = SequenceReader(
             self._cache.in_blocks_of(block_size),
             seq,

@@ -95,9 +95,12 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_outside(self, num_tokens: int) -> int:
-        """Leading blocks that the token after `num_tokens` and all later ones do not see."""
-        return 0 if self.window is None else max(0, num_tokens + 1 - self.window) // self.block_size
+    def num_outside(self, num_tokens: int, unit: int = 1) -> int:
+        """Leading blocks that the token after `num_tokens` and all later ones do not see; `unit`:
+        only those whose tokens lie in whole blocks of so many tokens that they do not see."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens + 1 - self.window) // unit * unit // self.block_size
 
     # --- promises ---------------------------------------------------------------------------
 
@@ -207,7 +210,9 @@ class BlockManager:
         """Cached blocks `seq` may start from. Its last token is always left to compute: the
         logits of that position are needed."""
         hashes = self._reusable_hashes(seq)
-        return self.match_prefix(hashes) if self.window is None else self._match_window(hashes)
+        if self.window is None:
+            return self.match_prefix(hashes)
+        return self._match_window(hashes, seq.peer_block_size)
 
     def next_missing(self, seq: TokenSequence) -> tuple[int, bytes] | None:
         """Position and hash of the first block that `seq` could reuse if it were cached; None
@@ -227,8 +232,9 @@ class BlockManager:
         return [NO_BLOCK] * outside + self.match_prefix(self._reusable_hashes(seq)[outside:])
 
     def give_back_outside(self, seq: TokenSequence) -> None:
-        """Gives back the blocks that no token of `seq` will see again."""
-        first, end = seq.num_outside_blocks, self.num_outside(seq.num_computed_tokens)
+        """Gives back the blocks that no token of `seq` will see again and no hand-off ships."""
+        first = seq.num_outside_blocks
+        end = self.num_outside(seq.num_computed_tokens, seq.peer_block_size)
         if end > first:
             # The first to be evicted is the one that the fewest prefixes could still use.
             self.release(seq.block_table[first:end][::-1])
@@ -244,17 +250,18 @@ class BlockManager:
         reusable = seq.kv_policy.reusable(len(seq.token_ids), seq.num_prompt_tokens)
         return seq.full_block_hashes(self.block_size, reusable)
 
-    def _match_window(self, hashes: Sequence[bytes]) -> list[int]:
-        """The longest prefix of which all that its next token sees is cached."""
+    def _match_window(self, hashes: Sequence[bytes], unit: int) -> list[int]:
+        """The longest prefix of which all that its next token sees is cached, and all else in the
+        first block of `unit` tokens of which it sees any."""
         found = [self._table.find(digest) for digest in hashes]
         run_start = best = 0
         for position, block in enumerate(found):
             if block == NO_BLOCK:
                 run_start = position + 1
-            outside = self.num_outside((position + 1) * self.block_size)
+            outside = self.num_outside((position + 1) * self.block_size, unit)
             if run_start == 0 or run_start <= outside <= position:
                 best = position + 1
-        outside = self.num_outside(best * self.block_size)
+        outside = self.num_outside(best * self.block_size, unit)
         return [NO_BLOCK] * outside + found[outside:best]
 
     def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:

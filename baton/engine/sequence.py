@@ -83,6 +83,9 @@ class Sequence:
         self.block_table: list[int] = []
         self.tail_blocks: list[int] = []
         """Of a quantized cache: where the newest tokens are until they fill a block."""
+        self.peer_block_size = 1
+        """Tokens per block of the decode worker that a hand-off of it goes to. A whole block there
+        is shipped if a window sees any of it, so no part of one is given back before."""
         self.compact_blocks: list[int] = []
         """Where what the policy keeps of the prompt will go; empty once it is there."""
         self.num_computed_tokens = 0

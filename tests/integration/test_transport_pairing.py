@@ -17,9 +17,11 @@ from baton.engine.transfer.base import HandoffRefused
 from baton.engine.transfer.payload import SequenceReader, smaller_blocks, write_payload
 from baton.engine.transfer.plan import FramePlan
 from baton.worker.translate import handoff_block_size, layout_to_pb
+from prefill_service.handoff import Handoff
 from tests.support.client import PairClient, sampling_pb
+from tests.support.families import reference_model
 from tests.support.tiny import run_decode, run_prefill
-from tests.support.transport_pair import offline, random_prompt
+from tests.support.transport_pair import NAMES, offline, random_prompt, transport_of
 
 LAYOUT = KVLayout("f", 3, 2, 8, 16, "bfloat16", ("full",) * 3)
 
@@ -50,6 +52,61 @@ async def test_prompts_pass_between_blocks_of_different_sizes(
         # In blocks of 4, the smaller size; decode holds 2 blocks of 16, or 9 of 4, of the last one.
         held = 8 if theirs == 16 else 9
         assert sent == [1, 1, 4, 4, 5, 10, 10, 11 - held]
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+def keep_until_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the event loop is busy: nothing is shipped before the last chunk is computed."""
+    monkeypatch.setattr(Handoff, "advance", lambda self, *_: self.sender.open())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("transport", ["shm", "torch", "grpc"])
+async def test_blocks_that_larger_ones_of_decode_reach_into_are_shipped_whenever_they_leave(
+    tmp_path: Path, transport: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that end inside of decode's blocks: prefill gave back what these hold before, and
+    what left late was another's or nobody's; the client was told that its request was wrong."""
+    reference_model("mistral", spread=0.4, sliding_window=30).save_pretrained(tmp_path)
+    prompt = [3 + i % 80 for i in range(103)]
+    alone = LLM(tmp_path, "float32", num_blocks=64, block_size=4, enable_prefix_cache=False)
+    expected = offline(alone, prompt, ignore_eos=True, max_tokens=4)
+    if late:
+        keep_until_computed(monkeypatch)
+    small: dict[str, Any] = {"block_size": 4, "chunk_size": 16, "max_num_seqs": 8}
+    async with (
+        run_prefill(tmp_path, transport=transport, **small) as prefill,
+        run_decode(tmp_path, transport=transport, block_size=16) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        for _ in ("computed", "cached at prefill"):
+            served = await client.serve(prompt, sampling_pb(ignore_eos=True, max_tokens=4))
+            assert served.texts() == expected
+            assert transport_of(served) == NAMES[transport]
+            await decode.wait_idle()
+            decode.parts.engine.apply(decode.parts.engine.blocks.flush)
+        await prefill.wait_idle()
+
+
+async def test_blocks_that_cannot_be_read_are_no_fault_of_the_request(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INVALID_ARGUMENT is the client's 400: it was told of rows that do not exist."""
+
+    def read_nothing(*_: Any) -> Any:
+        raise ValueError("rows must be in [0, 64): [-1]")
+
+    monkeypatch.setattr(SequenceReader, "blocks", read_nothing)
+    async with (
+        run_prefill(tiny_llama) as prefill,
+        run_decode(tiny_llama) as decode,
+        PairClient(prefill, decode) as client,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await client.serve(random_prompt(30), sampling_pb())
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        assert "rows" not in (failed.value.details() or "")
         await prefill.wait_idle()
         await decode.wait_idle()
 

@@ -1,5 +1,6 @@
 """Models whose layers all have a window: blocks that no layer sees are given back, no others."""
 
+import itertools
 import random
 from typing import Any
 
@@ -95,6 +96,32 @@ def test_what_a_hand_off_need_not_bring_is_outside_every_window_or_cached() -> N
     seq = sequence(manager, 22)
     assert manager.known_of_handoff(new) == [NO_BLOCK] * 4 + seq.block_table[4:5]
     assert BlockManager(16, 4).known_of_handoff(new) == []
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("ours", "theirs"), [(4, 4), (4, 16), (16, 4), (1, 2)])
+def test_what_a_hand_off_ships_is_held_whatever_the_two_block_sizes(
+    ours: int, theirs: int, cached: bool
+) -> None:
+    """Decode asks for whole blocks of its own size, of which the windows see a part. Prefill gave
+    smaller ones of them back after a chunk, or never had them beside a cached prefix."""
+    for window, length in itertools.product((6, 30), range(1, 70)):
+        prefill, decode = (BlockManager(128, size, window=window) for size in (ours, theirs))
+        if cached:
+            prefill.release_sequence(sequence(prefill, length))
+        seq = Sequence(tokens(length), GREEDY)
+        seq.peer_block_size = theirs
+        reused = prefill.reusable_prefix(seq)
+        prefill.reuse(reused)
+        seq.block_table = reused + prefill.allocate(prefill.blocks_for(length) - len(reused))
+        for computed in range(len(reused) * ours, length + 1):
+            seq.num_computed_tokens = computed
+            prefill.give_back_outside(seq)
+        first = len(decode.known_of_handoff(Sequence(tokens(length), GREEDY))) * theirs
+        assert NO_BLOCK not in seq.block_table[first // ours :]
+        prefill.check_integrity([seq.block_table])
+        if ours >= theirs:
+            assert seq.num_outside_blocks == prefill.num_outside(length), "no more than that"
 
 
 def test_endless_text_holds_no_more_blocks_than_its_window() -> None:
