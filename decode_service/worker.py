@@ -217,12 +217,11 @@ class DecodeWorker:
         group, wanted = self._groups.get(reservation_id, (0, b""))
         if not wanted or not hmac.compare_digest(wanted, secret):
             return False
-        found = self._engine.engine.scheduler.find(group, choice)
-        if not found or not self._engine.engine.end(group, choice):
-            return False
-        ended = StepOutput(found[0], choice=choice, finish_reason=FinishReason.STOP)
-        self._engine.publish([ended])
-        return True
+        ended = self._engine.engine.end(group, choice)
+        self._engine.publish(
+            [StepOutput(seq, choice=choice, finish_reason=FinishReason.STOP) for seq in ended]
+        )
+        return bool(ended)
 
     @asynccontextmanager
     async def receive(

@@ -97,13 +97,13 @@ class Engine(Generic[S]):
         """Raises QueueFull, or PrefixGone when more tokens than that were to be computed for it."""
         self.apply(lambda: self.scheduler.add(seq, max_uncached))
 
-    def end(self, group: int, choice: int | None = None) -> int:
-        """Ends the live sequences of a request (or of one choice); how many there were."""
+    def end(self, group: int, choice: int | None = None) -> list[Sequence]:
+        """Ends the live sequences of a request (or of one choice); which they were."""
 
-        def end_all() -> int:
+        def end_all() -> list[Sequence]:
             found = self.scheduler.find(group, choice)
             for seq in found:
                 self.scheduler.end(seq)
-            return len(found)
+            return found
 
         return self.apply(end_all)

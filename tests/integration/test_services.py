@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.engine.engine import Engine
 from baton.engine.llm import LLM
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.sequence import Sequence
 from baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -429,6 +432,40 @@ async def test_a_stopped_choice_ends_alone(pair: Pair) -> None:
                 assert stopped_at.stopped == stops
     assert counts[0] == 99 and counts[1] < 99
     await pair.settle()
+
+
+async def test_no_step_changes_the_queues_while_a_choice_is_looked_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was looked for without the engine's lock: what a step moved was skipped, and the stop
+    lost."""
+    engine, could_step = pair.decode.parts.engine, []
+    find = engine.scheduler.find
+
+    def look(group: int, choice: int | None = None) -> list[Sequence]:
+        could_step.append(another_thread_could_step(engine))
+        return find(group, choice)
+
+    params = {"n": 2, "max_tokens": 2}
+    call, reservation = await pair.client.reserve(random_prompt(10), sampling_pb(**params))
+    monkeypatch.setattr(engine.scheduler, "find", look)
+    request = decode_pb2.StopChoiceRequest(
+        reservation_id=reservation.id, secret=reservation.secret, choice=1
+    )
+    assert not (await pair.client.decode.StopChoice(request)).stopped
+    assert could_step and not any(could_step)
+    call.cancel()
+    await pair.settle()
+
+
+def another_thread_could_step(engine: Engine[Any]) -> bool:
+    def take_lock() -> bool:
+        if taken := engine._changed.acquire(blocking=False):
+            engine._changed.release()
+        return taken
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(take_lock).result()
 
 
 # --- refusals of a hand-off -------------------------------------------------------------------

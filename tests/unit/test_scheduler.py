@@ -117,7 +117,7 @@ def test_prefill_holds_a_computed_prompt_until_it_is_ended() -> None:
     outputs = run_to_end(engine)
     assert [len(t) for t in texts(outputs).values()] == [1, 1, 1]
     assert seq.status is SequenceStatus.HELD and engine.blocks.num_free == 64 - 5
-    assert engine.end(seq.group) == 1
+    assert engine.end(seq.group) == [seq]
     assert engine.blocks.num_free == 64
 
 
