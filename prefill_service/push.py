@@ -163,12 +163,16 @@ class PushSender:
             self._listening.cancel()
         if self._call is not None:
             self._call.cancel()
-        works = [frame.shipment.sending for frame in self._frames.values()]
-        if self._link is not None and any(work and not work.done() for work in works):
-            self._links.abandoned(self._link)
-        for frame in self._frames.values():
-            frame.shipment.release()
+        self._give_up(self._link, [frame.shipment for frame in self._frames.values()])
         self._frames.clear()
+
+    def _give_up(self, link: PayloadLink | None, shipments: list[Shipment]) -> None:
+        """Nobody may ever read them."""
+        works = [shipment.sending for shipment in shipments]
+        if link is not None and any(work and not work.done() for work in works):
+            self._links.abandoned(link)
+        for shipment in shipments:
+            shipment.release()
 
     async def _ship(self, everything: bool = False) -> None:
         """Writes what is due; then waits for room, or until everything is acknowledged."""
@@ -195,8 +199,9 @@ class PushSender:
             return
         try:  # the frame before; this one is written while the next is loaded
             await self._written(call)
+            message = kv_wire.message_of(sequence, plan, shipment.carrier, shipment.checksum)
         except BaseException:
-            shipment.release()
+            self._give_up(link, [shipment])
             raise
         if link is not self._link:  # it failed meanwhile: another frame is next
             shipment.release()
@@ -204,7 +209,7 @@ class PushSender:
         self._plans.popleft()
         self.num_frames += 1
         self.transport = link.name
-        self._write(call, kv_wire.message_of(sequence, plan, shipment.carrier, shipment.checksum))
+        self._write(call, message)
         self._frames[sequence] = _Frame(plan, shipment, time.monotonic())
 
     def _codec_of(self, link: PayloadLink) -> str:

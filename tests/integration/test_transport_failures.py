@@ -131,6 +131,50 @@ async def test_the_commit_leaves_when_no_payload_is_read_any_more(
         call.cancel()
 
 
+async def test_a_hand_off_that_ends_before_its_header_is_written_gives_its_group_up(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message stayed unmatched in the group that the next hand-offs were given."""
+    async with run_pair(tiny_llama, "torch", monkeypatch) as pair:
+        leaving, reservation = await pair.client.reserve(random_prompt(16), sampling_pb())
+        sender = by_hand(pair.prefill, reservation, 4)
+        sender.open()
+        monkeypatch.setattr(sender._call, "write", lambda message: asyncio.sleep(60))
+        sending = asyncio.create_task(sender.send(whole_block(0)))
+        torch_pair = pair.prefill.transfer._pairs[reservation.address].torch
+        await until(lambda: torch_pair.group and torch_pair.group._lanes.qsize() == 2)
+        group = torch_pair.group
+        sending.cancel()
+        await asyncio.wait({sending})
+        await sender.abort()
+        assert torch_pair.group is None and not group.ended.is_set(), "it ends when it is empty"
+        served = await pair.client.serve(random_prompt(16, 9), sampling_pb())
+        assert transport_of(served) == "torch:gloo" and torch_pair.group is not group
+        leaving.cancel()
+        await until(group.ended.is_set)
+        await pair.settle()
+
+
+async def test_a_frame_that_becomes_no_message_takes_no_room(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was loaded for it was kept for ever."""
+
+    def fail(*_: Any) -> bytes:
+        raise ValueError("on purpose")
+
+    async with run_pair(tiny_llama, "grpc", monkeypatch) as pair:
+        call, reservation = await pair.client.reserve(random_prompt(16), sampling_pb())
+        sender = by_hand(pair.prefill, reservation, 4)
+        monkeypatch.setattr(kv_wire, "message_of", fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            await sender.send(whole_block(0))
+        await sender.abort()
+        assert sender.num_frames == 0
+        call.cancel()
+        await pair.settle()
+
+
 async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) -> None:
     async with (
         run_decode(tiny_llama, transport="torch", max_torch_groups=1) as decode,
