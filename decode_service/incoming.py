@@ -1,9 +1,9 @@
 """One incoming hand-off: a `KVReceiver` that writes frames into the reservation's blocks.
 
 Every (layer, block) that decode lacked must arrive exactly once. Frames are expected in order, on
-the event loop, and written by whichever thread has their bytes. A write begins only while its
-frame is expected and the hand-off is open, and `abort` waits for one that runs: when it gives
-blocks back, nobody writes them any more.
+the event loop, and written one by one, by whichever thread has their bytes. A write begins only
+while its frame is expected and the hand-off is open, and `abort` waits for one that runs: when it
+gives blocks back, nobody writes them any more.
 """
 
 import threading
@@ -26,7 +26,12 @@ class ExpectedFrame:
     handoff: "IncomingHandoff"
     sequence: int
     plan: FramePlan
-    work: int
+    own_work: int
+
+    @property
+    def work(self) -> int:
+        """With that of the write which runs now, since this one would wait for it."""
+        return self.own_work + self.handoff.work_running
 
     def num_bytes(self, part: FramePlan) -> int:
         return self.handoff.num_bytes(part)
@@ -51,6 +56,8 @@ class IncomingHandoff:
         self.blocks_received = 0
         self.num_frames = 0
         self.committed = False
+        self.work_running = 0
+        """Of the write that runs, in bytes copied."""
         self._reservations = reservations
         self._reservation = reservation
         self._landing = Landing(cache, source, reservation.seq)
@@ -95,7 +102,11 @@ class IncomingHandoff:
         with self._writing:
             if self._ended or self._expected.get(frame.sequence) is not frame:
                 raise HandoffRefused(f"frame {frame.sequence} is not expected any more")
-            self._landing.write(part, payload, checksum)
+            self.work_running = frame.own_work
+            try:
+                self._landing.write(part, payload, checksum)
+            finally:
+                self.work_running = 0
 
     def applied(self, sequence: int) -> None:
         self._check_state()

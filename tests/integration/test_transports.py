@@ -12,6 +12,7 @@ import pytest
 from baton.engine import model_runner
 from baton.engine.llm import LLM
 from baton.engine.transfer.base import HandoffDamaged, HandoffError, HandoffRefused
+from baton.engine.transfer.landing import Landing
 from baton.engine.transfer.plan import FramePlan
 from baton.engine.transfer.shm import ShmLink
 from baton.engine.transfer.torch_dist import TorchLink
@@ -146,6 +147,36 @@ async def test_frames_of_a_hand_off_that_has_ended_change_no_block(pair: Pair) -
     await sender.abort()
     assert bool((pair.decode.parts.cache.data == before).all())
     await pair.settle()
+
+
+async def test_a_short_frame_behind_a_long_one_does_not_hold_up_the_event_loop(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written at once, where it waited for the thread that wrote the long one."""
+    long, short = (0,), (1,)
+    began, gate, written = threading.Event(), threading.Event(), []
+
+    def write(self: Landing, plan: FramePlan, *_: Any) -> None:
+        began.set()
+        assert gate.wait(5), "the event loop could not open it"
+        written.append(plan.positions)
+
+    monkeypatch.setattr(Landing, "write", write)
+    work = {long: 8 << 20, short: 512}
+    monkeypatch.setattr(Landing, "work", lambda self, plan: work[plan.positions])
+    async with run_pair(tiny_llama, "grpc", monkeypatch) as pair:
+        call, reservation = await pair.client.reserve(random_prompt(8), sampling_pb())
+        sender = by_hand(pair.prefill, reservation, 2)
+        for position in (*long, *short):
+            await sender.send(whole_block(position))
+        both = 2 * pair.decode.parts.cache.layout.bytes_per_block
+        await until(lambda: pair.decode.transfer.resources().in_flight_bytes == both)
+        assert began.is_set() and not written
+        gate.set()
+        await sender.commit(FIRST)
+        assert written == [long, short]
+        call.cancel()
+        await pair.settle()
 
 
 async def test_a_newer_attempt_fences_one_that_is_still_open(pair: Pair, llm: LLM) -> None:
