@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.engine.kv_layout import KVLayout
-from baton.engine.transfer.base import HandoffDamaged, HandoffRefused
+from baton.engine.transfer.base import HandoffDamaged, HandoffRefused, TransportFailed
 from baton.v1 import kv_pb2
 from baton.worker import kv_wire
 from baton.worker.faults import status_of_faults
@@ -101,7 +101,7 @@ class KVTransferServicer:
             async with asyncio.timeout(self._inbox.timeout_s):
                 return await anext(requests)
         except (StopAsyncIteration, TimeoutError):
-            raise HandoffRefused("the caller did not say who it is") from None
+            raise TransportFailed("the caller did not say who it is") from None
 
     def _check(self, frame: kv_pb2.KVFrame) -> None:
         if frame.WhichOneof("frame") != "open":

@@ -5,13 +5,14 @@ ends the call, and both sides forget the group.
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from baton.engine.transfer.base import TransportFailed
+from baton.engine.transfer.base import HandoffRefused, TransportFailed
 from baton.engine.transfer.pair_group import SENDER, PairGroup
 from baton.engine.transfer.torch_dist import MESSAGE_BYTES, TorchLink, backends
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
@@ -38,11 +39,14 @@ class TorchPair:
         self._life: asyncio.Task[None] | None = None
 
     async def link(self, reservation: common_pb2.Reservation) -> TorchLink:
-        """`reservation`: proof that decode knows us. Raises TransportFailed."""
+        """`reservation`: proof that decode knows us. Raises TransportFailed, or HandoffRefused when
+        decode does not know it any more."""
+        while self._joining is not None and not self._joining.done():
+            with contextlib.suppress(HandoffRefused):  # of whoever began it: ours may be good
+                await _joined(self._joining)
         if self.group is None or self.group.ended.is_set():
-            if self._joining is None or self._joining.done():
-                self.close()
-                self._joining = asyncio.create_task(self._join(reservation))
+            self.close()
+            self._joining = asyncio.create_task(self._join(reservation))
             await _joined(self._joining)
         if self.group is None:
             raise TransportFailed("the group has ended")
@@ -97,8 +101,7 @@ class TorchPair:
                     group.close()
         except (TransportFailed, grpc.aio.AioRpcError) as error:
             if not opened.done():
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                opened.set_exception(TransportFailed(f"join: {reason}"))
+                opened.set_exception(_failure(error))
         except Exception as error:
             if opened.done():
                 raise
@@ -148,6 +151,15 @@ async def _joined(joining: "asyncio.Task[None]") -> None:
         if not joining.cancelled() or (task is not None and task.cancelling()):
             raise
         raise TransportFailed("the group was closed while it was made") from None
+
+
+def _failure(error: TransportFailed | grpc.aio.AioRpcError) -> Exception:
+    """Why there is no group."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return TransportFailed(f"join: {error}")
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return HandoffRefused(f"join: {error.details()}")
+    return TransportFailed(f"join: {error.details()}")
 
 
 async def _heard(call: grpc.aio.StreamStreamCall) -> AsyncIterator[kv_pb2.RendezvousKey]:

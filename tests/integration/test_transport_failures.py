@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.engine.llm import LLM
-from baton.engine.transfer.base import TorchMessage, TransportFailed
+from baton.engine.transfer.base import HandoffRefused, TorchMessage, TransportFailed
 from baton.engine.transfer.plan import FramePlan
 from baton.engine.transfer.torch_dist import MESSAGE_BYTES
 from baton.v1 import kv_pb2
@@ -173,6 +173,28 @@ async def test_a_frame_that_becomes_no_message_takes_no_room(
         assert sender.num_frames == 0
         call.cancel()
         await pair.settle()
+
+
+async def test_who_waits_for_a_group_is_not_refused_with_the_request_that_asked_first(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They went by gRPC, though decode knew their own reservations."""
+    async with run_pair(tiny_llama, "torch", monkeypatch) as pair:
+        reserved = [await pair.client.reserve(random_prompt(8, n), sampling_pb()) for n in range(2)]
+        ended, lives = (by_hand(pair.prefill, reservation, 2) for _, reservation in reserved)
+        reserved[0][0].cancel()
+        await until(lambda: len(pair.decode.work._reservations) == 1)
+        first = asyncio.create_task(ended.send(whole_block(0)))
+        torch_pair = pair.prefill.transfer._pairs[reserved[0][1].address].torch
+        await until(lambda: torch_pair._joining)
+        await lives.send(whole_block(0))
+        with pytest.raises(HandoffRefused, match="unknown or has ended"):
+            await first
+        assert lives.transport == "torch:gloo"
+        assert not pair.prefill.status.record().links[0].degraded
+        for sender, (call, _) in zip((ended, lives), reserved, strict=True):
+            await sender.abort()
+            call.cancel()
 
 
 async def test_groups_are_bounded_and_who_gets_none_uses_grpc(tiny_llama: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.transfer.base import TransportFailed
+from baton.engine.transfer.base import HandoffRefused, TransportFailed
 from baton.v1 import common_pb2
 from prefill_service.torch_pair import TorchPair
 
@@ -24,17 +24,23 @@ class Group:
 
 
 class Scripted(TorchPair):
-    """Decode joins while `decode_answers` is set."""
+    """Decode joins while `decode_answers` is set, and not for reservations that are `unknown`."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None, "host:1", ["gloo"], "cpu", 30.0)  # type: ignore[arg-type, return-value]
         self.decode_answers = asyncio.Event()
         self.decode_answers.set()
+        self.unknown: set[str] = set()
+        self.asked: list[str] = []
 
     async def _live(
         self, reservation: common_pb2.Reservation, opened: "asyncio.Future[Any]"
     ) -> None:
+        self.asked.append(reservation.id)
         await self.decode_answers.wait()
+        if reservation.id in self.unknown:
+            opened.set_exception(HandoffRefused(reservation.id))
+            return
         group = Group()
         try:
             opened.set_result(group)
@@ -117,3 +123,18 @@ async def test_a_hand_off_that_is_cancelled_leaves_the_joining_to_the_others(
         await first
     pair.decode_answers.set()
     assert (await second).uses(pair.group)
+
+
+async def test_each_who_waits_proves_itself_when_the_one_before_was_refused(
+    pair: Scripted,
+) -> None:
+    """All were refused with the first."""
+    pair.decode_answers.clear()
+    pair.unknown = {"a", "b"}
+    waiting = [asyncio.create_task(pair.link(common_pb2.Reservation(id=name))) for name in "abcd"]
+    await settle()
+    pair.decode_answers.set()
+    *refused, third, fourth = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(error) for error in refused] == ["a", "b"]
+    assert third.uses(pair.group) and fourth.uses(pair.group)
+    assert pair.asked == ["a", "b", "c"]
