@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
+
 from baton.engine.transfer.base import (
     Carrier,
     Commit,
     HandoffDamaged,
-    HandoffError,
     ShmBlocks,
     TorchMessage,
     TransportFailed,
@@ -79,7 +80,10 @@ class FrameReader:
         if not done:
             raise HandoffDamaged(f"the sender was silent for {self._timeout_s} s")
         ahead, self._ahead = self._ahead, None
-        return ahead.result()
+        try:
+            return ahead.result()
+        except DecodeError as error:
+            raise HandoffDamaged(f"a frame cannot be read: {error}") from error
 
 
 class Receiving:
@@ -94,7 +98,7 @@ class Receiving:
         self._inbox = inbox
         self._reader = reader
         self._acknowledge = acknowledge
-        self._queue: asyncio.Queue[_Incoming | _Closing | HandoffError] = asyncio.Queue(_READ_AHEAD)
+        self._queue: asyncio.Queue[_Incoming | _Closing | Exception] = asyncio.Queue(_READ_AHEAD)
         self._attempt = 0
         self._dropping = False
         self._closing = -1
@@ -106,7 +110,7 @@ class Receiving:
         try:
             while not self._handoff.committed:
                 item = await self._queue.get()
-                if isinstance(item, HandoffError):
+                if isinstance(item, Exception):
                     raise item
                 if isinstance(item, _Incoming):
                     await self._finish(item)
@@ -127,7 +131,7 @@ class Receiving:
                 elif not self._dropping:
                     self._closing = self._attempt
                     await self._queue.put(_Closing(frame.message.commit, self._attempt))
-        except HandoffError as error:
+        except Exception as error:  # nobody else would end `run`
             await self._queue.put(error)
 
     async def _begin(self, frame: WireFrame) -> None:

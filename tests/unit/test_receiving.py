@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from google.protobuf.message import DecodeError
+
 from baton.engine.transfer.base import Commit, HandoffDamaged, TransportFailed
 from baton.engine.transfer.plan import FramePlan
 from baton.v1 import kv_pb2
@@ -47,7 +50,7 @@ class Sending:
         self.gate = asyncio.Event()
         self.handoff = Handoff()
         self._failures = failures
-        self._wire: asyncio.Queue[kv_pb2.KVFrame] = asyncio.Queue()
+        self._wire: asyncio.Queue[kv_pb2.KVFrame | Exception] = asyncio.Queue()
         inbox: Any = SimpleNamespace(deliver=self._deliver)
         handoff: Any = self.handoff
         reader = FrameReader(self._frames(), HANG_S)
@@ -56,12 +59,18 @@ class Sending:
     def say(self, **frame: Any) -> None:
         self._wire.put_nowait(kv_pb2.KVFrame(**frame))
 
+    def fail(self, error: Exception) -> None:
+        """The next read does."""
+        self._wire.put_nowait(error)
+
     async def all_read(self) -> None:
         await self._wire.join()
 
     async def _frames(self) -> AsyncIterator[WireFrame]:
         while True:
             frame = await self._wire.get()
+            if isinstance(frame, Exception):
+                raise frame
             yield WireFrame(frame)
             self._wire.task_done()  # whoever reads has taken it in, and asks for more
 
@@ -106,3 +115,20 @@ async def test_frames_are_acknowledged_one_by_one_and_the_last_ones_by_the_commi
         sending.gate.set()
         await running
     assert sending.handoff.committed and sending.acks.empty()
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [(DecodeError("garbage"), HandoffDamaged), (RuntimeError("a bug"), RuntimeError)],
+)
+async def test_what_cannot_be_read_ends_the_hand_off(
+    broken: Exception, told: type[Exception]
+) -> None:
+    """Only the reading ended; who applied the frames waited for the next one for ever."""
+    sending = Sending()
+    sending.gate.set()
+    sending.say(data=data(0))
+    sending.fail(broken)
+    with pytest.raises(told, match=str(broken)):
+        async with asyncio.timeout(HANG_S):
+            await sending.receiving.run()
