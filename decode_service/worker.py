@@ -269,8 +269,7 @@ class DecodeWorker:
         received_at = time.monotonic()
         lease = _Lease(self._lease_s)
         if job.prefill_here:
-            self._engine.engine.add(seq, job.max_uncached)
-            pin_prompt(self._engine.engine, seq, job.pins)
+            self._add(seq, job)
             lease.done.set()
             name, secret = secrets.token_hex(16), secrets.token_bytes(16)
             with self._named(name, secret, seq):
@@ -289,6 +288,16 @@ class DecodeWorker:
         finally:
             self._activity.transfers.in_flight -= 1
             self._reservations.cancel(reservation)
+
+    def _add(self, seq: Sequence, job: GenerateJob) -> None:
+        """No step comes before the pins, and what is not taken pins nothing."""
+        engine = self._engine.engine
+
+        def add() -> None:
+            engine.add(seq, job.max_uncached)
+            pin_prompt(engine, seq, job.pins)
+
+        engine.apply(add)
 
     @contextmanager
     def _named(self, name: str, secret: bytes, seq: Sequence) -> Iterator[None]:

@@ -26,6 +26,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from decode_service import worker
 from decode_service.reservations import Reservations
 from tests.support.client import PairClient, sampling_pb
 from tests.support.tiny import VOCAB, RunningWorker, run_decode, run_prefill
@@ -455,6 +456,31 @@ async def test_no_step_changes_the_queues_while_a_choice_is_looked_for(
     assert not (await pair.client.decode.StopChoice(request)).stopped
     assert could_step and not any(could_step)
     call.cancel()
+    await pair.settle()
+
+
+async def test_no_step_comes_between_a_prompt_and_its_pins(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step could give away the cached beginning that they were to keep."""
+    engine, could_step = pair.decode.parts.engine, []
+    pin_prompt = worker.pin_prompt
+
+    def look(*pins: Any) -> None:
+        could_step.append(another_thread_could_step(engine))
+        pin_prompt(*pins)
+
+    monkeypatch.setattr(worker, "pin_prompt", look)
+    request = decode_pb2.GenerateRequest(
+        request_id="r",
+        prompt_token_ids=random_prompt(70),
+        sampling=sampling_pb(max_tokens=2),
+        prefill_here=True,
+        pins=[common_pb2.CachePin(num_tokens=20, ttl_s=60)],
+    )
+    async for _ in pair.client.decode.Generate(request):
+        continue
+    assert could_step == [False] and len(list(engine.blocks.pins)) == 1
     await pair.settle()
 
 
