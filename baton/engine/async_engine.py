@@ -8,7 +8,7 @@ so it needs no other bound.
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -20,9 +20,11 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Scheduler)
 
+_FAILED = "the engine has failed and computes nothing any more"
+
 
 class EngineFailed(Exception):
-    """The step that should have given this stream its tokens failed."""
+    """The step that should have given this stream its tokens failed, or the engine as a whole."""
 
 
 class Stream:
@@ -46,6 +48,10 @@ class AsyncEngine(Generic[S]):
 
     def __init__(self, engine: Engine[S]) -> None:
         self.engine = engine
+        self.failed = False
+        """The thread has ended by an error: nothing is computed any more."""
+        self.on_failed: Callable[[], None] = lambda: None
+        """Called on the event loop when that has come about."""
         self._streams: dict[int, Stream] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -66,7 +72,10 @@ class AsyncEngine(Generic[S]):
     @contextmanager
     def stream(self, group: int) -> Iterator[Stream]:
         """The outputs of `group` while the context is open; on leaving, what is left of the
-        group in the engine ends and its blocks go back."""
+        group in the engine ends and its blocks go back. Raises EngineFailed when the engine as a
+        whole has."""
+        if self.failed:
+            raise EngineFailed(_FAILED)
         stream = self._streams[group] = Stream()
         try:
             yield stream
@@ -84,6 +93,13 @@ class AsyncEngine(Generic[S]):
                 self._streams[group].put(mine)
 
     def _run(self) -> None:
+        try:
+            self._step_on()
+        except Exception:  # of the books, not of the model: they may be wrong from here on
+            log.exception(_FAILED)
+            self.call(self._fail_all)
+
+    def _step_on(self) -> None:
         while not self._stopping:
             version = self.engine.version
             try:
@@ -109,3 +125,9 @@ class AsyncEngine(Generic[S]):
             self._streams[group].put(EngineFailed("the engine could not compute a step"))
             # Choices outside the failed batch end with their request.
             self.engine.end(group)
+
+    def _fail_all(self) -> None:
+        self.failed = True
+        for stream in self._streams.values():
+            stream.put(EngineFailed(_FAILED))
+        self.on_failed()

@@ -17,7 +17,7 @@ from baton.cluster.rpc import AddServicer, make_server
 from baton.cluster.settings import fail
 from baton.cluster.tls import TlsFolder
 from baton.cluster.workers import Role
-from baton.engine.async_engine import AsyncEngine
+from baton.engine.async_engine import AsyncEngine, EngineFailed
 from baton.v1 import worker_pb2_grpc
 from baton.worker.exposition import exposed
 from baton.worker.prefix_feed import published_prefixes
@@ -56,7 +56,8 @@ def run_worker(
     serve_parts: Callable[[T, StopSignals], Awaitable[object]],
     roles: Iterable[Role] = (),
 ) -> int:
-    """Boots, then serves until stopped. 0 after an orderly stop, 2 when a setting is wrong."""
+    """Boots, then serves until stopped. 0 after an orderly stop, 1 when the engine has failed, 2
+    when a setting is wrong."""
 
     async def run(parts: T) -> None:
         signals = StopSignals(roles)
@@ -67,6 +68,8 @@ def run_worker(
         asyncio.run(run(boot()))
     except SettingsError as error:
         return fail(error)
+    except EngineFailed:  # it has said why when it did
+        return 1
     return 0
 
 
@@ -80,7 +83,7 @@ async def serve(
     tls: TlsFolder | None = None,
 ) -> Role | None:
     """Runs one worker until a stop signal has been obeyed (None), or it is to go on in the role
-    that is returned."""
+    that is returned. An engine that fails is a stop signal, and raises EngineFailed then."""
     settings, change = status.settings, RoleChange(status, signals.roles, tls)
     own = WorkerServicer(status, change, replies)
     server, port = await make_server(
@@ -94,6 +97,7 @@ async def serve(
     registry = Registry(settings.redis_url)
     announcer = Announcer(registry, status.record)
     status.announce = announcer.announce_now
+    engine.on_failed = signals.drain.set
     engine.start()
     await server.start()
     await announcer.start()
@@ -111,6 +115,8 @@ async def serve(
         await server.stop(STOP_GRACE_S)
         await engine.stop()
     log.info("stopped id=%s", settings.worker_id)
+    if engine.failed:
+        raise EngineFailed(f"the engine of {settings.worker_id} failed")
     return None if signals.drain.is_set() else change.role
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from baton.engine.async_engine import EngineFailed
 from baton.store import StoredModel
 from tests.support.cluster import CHAT, COMPLETIONS, ORDINARY, Cluster, running_cluster
 
@@ -182,3 +183,23 @@ async def test_a_seed_gives_the_same_text_after_workers_were_replaced(
         again = await cluster.ask(COMPLETIONS, **body)
         assert again.text == first.text and again.num_cached == 0
         await cluster.settle()
+
+
+async def test_a_worker_whose_engine_fails_leaves_and_others_do_its_work(
+    tiny_chat: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on announcing itself, idle, and took request after request."""
+
+    def fail() -> None:
+        raise RuntimeError("boom")
+
+    async with running_cluster(tiny_chat, decodes=2) as cluster:
+        await cluster.learn_the_usual()
+        broken = cluster.decodes[0]
+        monkeypatch.setattr(broken.scheduler, "schedule", fail)
+        broken.parts.engine.apply(lambda: None)  # wakes it
+        with pytest.raises(EngineFailed):
+            async with asyncio.timeout(20):
+                await broken.task
+        cluster.decodes.remove(broken)
+        await cluster.assert_unharmed()

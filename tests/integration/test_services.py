@@ -633,6 +633,37 @@ async def test_a_failing_step_ends_its_requests_with_an_error_and_nobody_else(
     await pair.settle()
 
 
+@pytest.mark.parametrize("broken", ["schedule", "postprocess"])
+async def test_an_engine_that_fails_ends_all_its_requests_and_takes_no_more(
+    pair: Pair, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ended in silence, and every stream waited for ever."""
+
+    scheduler = pair.decode.parts.engine.scheduler
+    schedule = scheduler.schedule
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    def when_two_run() -> Any:
+        if len(scheduler.running) < 2:
+            return None
+        return fail() if broken == "schedule" else schedule()
+
+    async def ask(seed: int) -> BaseException | None:
+        call = pair.client.serve(random_prompt(10, seed), sampling_pb())
+        (end,) = await asyncio.gather(call, return_exceptions=True)
+        return end
+
+    monkeypatch.setattr(scheduler, "postprocess", fail)
+    monkeypatch.setattr(scheduler, "schedule", when_two_run)
+    async with asyncio.timeout(10):
+        ends = [*await asyncio.gather(ask(0), ask(1)), await ask(2)]
+    for end in ends:
+        assert isinstance(end, grpc.aio.AioRpcError) and end.code() is grpc.StatusCode.INTERNAL
+        assert "computes nothing any more" in (end.details() or "")
+
+
 async def _until(condition, timeout_s: float = 10.0) -> None:  # type: ignore[no-untyped-def]
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
