@@ -159,8 +159,8 @@ class PushSender:
             self._encoding.moved(self._link, codec, busy.num_bytes, busy.seconds)
 
     async def abort(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
+        for task in filter(None, (self._listening, self._writing)):
+            task.cancel()
         if self._call is not None:
             self._call.cancel()
         self._give_up(self._link, [frame.shipment for frame in self._frames.values()])
