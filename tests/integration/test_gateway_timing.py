@@ -148,8 +148,8 @@ async def test_what_decode_found_cached_is_told_also_when_a_stop_string_ends_the
     """Only decode's last event says it, and whoever ended the answer did not wait for that."""
     async with running_gateway(model, scripted("abc STOP more"), **ALONE) as running:
         (decode,) = running.cluster.decodes
-        decode.behaviour.num_cached_tokens = 16
-        body = {"prompt": "x" * 20, "max_tokens": 30, **end}
+        decode.behaviour.num_cached_tokens, decode.behaviour.step_s = 16, 0.02 * len(end)
+        body = {"prompt": "x" * 20, "max_tokens": 400, **end}
         usage, ledger = await usage_and_ledger(running, body)
         assert usage["prompt_tokens_details"]["cached_tokens"] == 16 == ledger.num_cached_tokens
         assert len(decode.counters.stopped) == len(end)

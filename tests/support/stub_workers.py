@@ -43,7 +43,7 @@ def scripted(text: str | bytes) -> Script:
 @dataclass
 class Behaviour:
     """Knobs; change them at any time. `fail_at`: output position before which it fails;
-    `fail_times`: how often, None for always."""
+    `fail_times`: how often, None for always; `fail_after_s`: so much later."""
 
     step_s: float = 0.0
     start_s: float = 0.0
@@ -51,6 +51,7 @@ class Behaviour:
     fail: grpc.StatusCode | None = None
     fail_at: int = 0
     fail_times: int | None = None
+    fail_after_s: float = 0.0
     end_early_at: int | None = None
     num_cached_tokens: int = 0
     hang: bool = False
@@ -179,6 +180,7 @@ class StubWorker:
                 if behaviour.fail_times == 0:
                     return
                 behaviour.fail_times -= 1
+            await asyncio.sleep(behaviour.fail_after_s)
             await context.abort(behaviour.fail, behaviour.detail)
 
     async def _enter(self, context: grpc.aio.ServicerContext, size: int) -> None:

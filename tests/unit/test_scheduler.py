@@ -237,7 +237,7 @@ def test_a_block_that_is_still_to_be_copied_belongs_to_nobody_else(victim_ends: 
         (source,) = {source for source, _ in batch.block_copies}
         (victim,) = engine.scheduler.waiting
         if victim_ends:
-            assert engine.end(victim.group, victim.choice) == 1
+            assert engine.end(victim.group, victim.choice) == [victim]
         taken.extend(engine.blocks.allocate(engine.blocks.num_available))
         assert source not in taken
         engine.blocks.check_integrity(holders(engine, held, taken))
