@@ -23,7 +23,7 @@ from baton.engine.transfer.base import HandoffRefused
 from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
 from baton.worker.faults import LeaseExpired
-from baton.worker.prompt_cache import PinTerms, pin_prompt
+from baton.worker.prompt_cache import PinTerms, add_pinned, pin_prompt
 from decode_service.incoming import IncomingHandoff
 from decode_service.reservations import Reservation, Reservations
 
@@ -269,7 +269,7 @@ class DecodeWorker:
         received_at = time.monotonic()
         lease = _Lease(self._lease_s)
         if job.prefill_here:
-            self._add(seq, job)
+            add_pinned(self._engine.engine, seq, job.pins, job.max_uncached)
             lease.done.set()
             name, secret = secrets.token_hex(16), secrets.token_bytes(16)
             with self._named(name, secret, seq):
@@ -288,16 +288,6 @@ class DecodeWorker:
         finally:
             self._activity.transfers.in_flight -= 1
             self._reservations.cancel(reservation)
-
-    def _add(self, seq: Sequence, job: GenerateJob) -> None:
-        """No step comes before the pins, and what is not taken pins nothing."""
-        engine = self._engine.engine
-
-        def add() -> None:
-            engine.add(seq, job.max_uncached)
-            pin_prompt(engine, seq, job.pins)
-
-        engine.apply(add)
 
     @contextmanager
     def _named(self, name: str, secret: bytes, seq: Sequence) -> Iterator[None]:

@@ -19,7 +19,7 @@ from baton.engine.sequence import Progress, ScheduledBatch, Sequence, StepOutput
 from baton.engine.transfer.base import KVSender
 from baton.step_totals import StepTotals
 from baton.worker.activity import Activity
-from baton.worker.prompt_cache import PinTerms, pin_prompt
+from baton.worker.prompt_cache import PinTerms, add_pinned
 from prefill_service.handoff import Handoff
 
 
@@ -93,9 +93,8 @@ class PrefillWorker:
         seq = self._sequence(job)
         with self._activity.request(), self._engine.stream(seq.group) as stream:
             queued = time.monotonic()
-            pin_prompt(self._engine.engine, seq, job.pins)
             async with self._handoff(job, seq) as handoff:
-                self._engine.engine.add(seq)  # from here on its layers may be reported
+                add_pinned(self._engine.engine, seq, job.pins)  # now its layers may be reported
                 step = await stream.next()
                 started = queued if seq.started_at is None else seq.started_at
                 yield Started(seq.num_cached_tokens, queued, started)

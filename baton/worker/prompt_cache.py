@@ -38,6 +38,22 @@ def pin_prompt(engine: Engine[Any], seq: Sequence, terms: Iterable[PinTerms]) ->
         engine.apply(pin)
 
 
+def add_pinned(
+    engine: Engine[Any],
+    seq: Sequence,
+    terms: Iterable[PinTerms],
+    max_uncached: int | None = None,
+) -> None:
+    """As `Engine.add`. No step comes between a prompt and its pins, and what is not taken pins
+    nothing."""
+
+    def add() -> None:
+        engine.add(seq, max_uncached)
+        pin_prompt(engine, seq, terms)
+
+    engine.apply(add)
+
+
 class PromptCache:
     def __init__(self, engine: Engine[Any]) -> None:
         self._engine = engine

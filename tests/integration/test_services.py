@@ -16,6 +16,7 @@ import pytest
 from baton.engine.engine import Engine
 from baton.engine.llm import LLM
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import QueueFull
 from baton.engine.sequence import Sequence
 from baton.v1 import (
     common_pb2,
@@ -26,7 +27,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from decode_service import worker
+from baton.worker import prompt_cache
 from decode_service.reservations import Reservations
 from tests.support.client import PairClient, sampling_pb
 from tests.support.tiny import VOCAB, RunningWorker, run_decode, run_prefill
@@ -463,25 +464,53 @@ async def test_no_step_comes_between_a_prompt_and_its_pins(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step could give away the cached beginning that they were to keep."""
-    engine, could_step = pair.decode.parts.engine, []
-    pin_prompt = worker.pin_prompt
+    could_step, pin_prompt = [], prompt_cache.pin_prompt
 
-    def look(*pins: Any) -> None:
+    def look(engine: Engine[Any], *pins: Any) -> None:
         could_step.append(another_thread_could_step(engine))
-        pin_prompt(*pins)
+        pin_prompt(engine, *pins)
 
-    monkeypatch.setattr(worker, "pin_prompt", look)
-    request = decode_pb2.GenerateRequest(
-        request_id="r",
-        prompt_token_ids=random_prompt(70),
-        sampling=sampling_pb(max_tokens=2),
-        prefill_here=True,
-        pins=[common_pb2.CachePin(num_tokens=20, ttl_s=60)],
-    )
-    async for _ in pair.client.decode.Generate(request):
-        continue
-    assert could_step == [False] and len(list(engine.blocks.pins)) == 1
+    monkeypatch.setattr(prompt_cache, "pin_prompt", look)
+    for events in pinning(pair):
+        async for _ in events:
+            continue
+    assert could_step == [False, False]
+    for worker in (pair.prefill, pair.decode):
+        assert len(list(worker.parts.engine.blocks.pins)) == 1
     await pair.settle()
+
+
+async def test_a_prompt_that_is_not_taken_pins_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At prefill the pins came first, and stayed though the queue was full."""
+
+    def full(*_: Any) -> None:
+        raise QueueFull("full on purpose")
+
+    for worker in (pair.prefill, pair.decode):
+        monkeypatch.setattr(worker.parts.engine, "add", full)
+    for events in pinning(pair):
+        with pytest.raises(grpc.aio.AioRpcError, match="full on purpose"):
+            async for _ in events:
+                continue
+    for worker in (pair.prefill, pair.decode):
+        assert not list(worker.parts.engine.blocks.pins)
+    await pair.settle()
+
+
+def pinning(pair: Pair) -> list[Any]:
+    """The events of a prompt that prefill computes, and of one that decode does."""
+    common: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_token_ids": random_prompt(70),
+        "pins": [common_pb2.CachePin(num_tokens=20, ttl_s=60)],
+    }
+    prefill = prefill_pb2.PrefillRequest(**common, sampling=sampling_pb(max_tokens=1))
+    decode = decode_pb2.GenerateRequest(
+        **common, sampling=sampling_pb(max_tokens=2), prefill_here=True
+    )
+    return [pair.client.prefill.Prefill(prefill), pair.client.decode.Generate(decode)]
 
 
 def another_thread_could_step(engine: Engine[Any]) -> bool:

@@ -16,6 +16,7 @@ from baton.engine.transfer.landing import Landing
 from baton.engine.transfer.plan import FramePlan
 from baton.engine.transfer.shm import ShmLink
 from baton.engine.transfer.torch_dist import TorchLink
+from baton.worker.prompt_cache import add_pinned
 from decode_service.inbox import Inbox
 from decode_service.incoming import IncomingHandoff
 from prefill_service import wire_policy
@@ -313,10 +314,10 @@ async def test_no_layer_is_done_before_its_hand_off_knows_of_it(
     monkeypatch.setattr(model_runner, "_REPORT_BYTES", 1)
     reported, told = threading.Event(), list[range | None]()
     engine, advance = pair.prefill.parts.engine, Handoff.advance
-    add, layers_done = engine.add, engine._runner.on_layers
+    layers_done = engine._runner.on_layers
 
     def add_and_compute(*args: Any) -> None:
-        add(*args)
+        add_pinned(*args)
         assert reported.wait(10), "the engine computes nothing"
 
     def report(batch: Any, layers: range) -> None:
@@ -328,7 +329,7 @@ async def test_no_layer_is_done_before_its_hand_off_knows_of_it(
         told.append(layers)
         advance(self, num_tokens, layers)
 
-    monkeypatch.setattr(engine, "add", add_and_compute)
+    monkeypatch.setattr("prefill_service.worker.add_pinned", add_and_compute)
     monkeypatch.setattr(engine._runner, "on_layers", report)
     monkeypatch.setattr(Handoff, "advance", tell)
     served = await pair.client.serve(random_prompt(20), sampling_pb(ignore_eos=True))
